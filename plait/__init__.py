@@ -1,0 +1,75 @@
+"""plait: tensor-parallel GEMMs with hidden communication, in PyTorch and Triton.
+
+Public names are resolved when they are first used: importing plait imports neither torch nor
+Triton, probes no hardware and reads no setting.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from plait import errors, settings
+    from plait.collectives.all_gather import all_gather
+    from plait.collectives.all_reduce import all_reduce
+    from plait.collectives.all_to_all import all_to_all
+    from plait.collectives.reduce_scatter import reduce_scatter
+    from plait.ops.matmul.api import matmul
+    from plait.overlap.ag_gemm.api import ag_gemm
+    from plait.overlap.gemm_ar.api import gemm_ar
+    from plait.overlap.gemm_rs.api import gemm_rs
+    from plait.runtime.record import last_run
+    from plait.symm.group import Group
+    from plait.testing.ranks import run_virtual
+
+__version__ = "0.1.0"
+
+# The name and the module it lives in; type checkers read the imports above, and a test compares.
+_NAMES = {
+    "Group": "plait.symm.group",
+    "ag_gemm": "plait.overlap.ag_gemm.api",
+    "all_gather": "plait.collectives.all_gather",
+    "all_reduce": "plait.collectives.all_reduce",
+    "all_to_all": "plait.collectives.all_to_all",
+    "gemm_ar": "plait.overlap.gemm_ar.api",
+    "gemm_rs": "plait.overlap.gemm_rs.api",
+    "last_run": "plait.runtime.record",
+    "matmul": "plait.ops.matmul.api",
+    "reduce_scatter": "plait.collectives.reduce_scatter",
+    "run_virtual": "plait.testing.ranks",
+}
+_MODULES = ("errors", "settings")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        value = getattr(import_module(_NAMES[name]), name)
+    elif name in _MODULES:
+        value = import_module(f"plait.{name}")
+    else:
+        raise AttributeError(f"module 'plait' has no attribute {name!r}")
+    globals()[name] = value  # found directly from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+__all__ = [
+    "Group",
+    "__version__",
+    "ag_gemm",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "errors",
+    "gemm_ar",
+    "gemm_rs",
+    "last_run",
+    "matmul",
+    "reduce_scatter",
+    "run_virtual",
+    "settings",
+]

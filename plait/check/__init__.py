@@ -1,0 +1,1 @@
+"""The protocol checker, the timeline and the counters: observers of the virtual device."""

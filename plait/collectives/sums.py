@@ -1,0 +1,106 @@
+"""Sums over ranks: push parts to their owners by copy engine, add them there in rank order.
+
+The common half of reduce-scatter (another part for each rank) and one-shot all-reduce (the same
+tensor for all). Tensors are flat here: [elements, 1], so that any shape cuts into slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from plait.backends.commands import Launch, Program, StreamWait
+from plait.collectives.push import (
+    Chunks,
+    gather_bytes,
+    gathered_view,
+    open_region,
+    push_tensors,
+    slice_rows,
+)
+from plait.collectives.segments import Segments
+from plait.symm import signals
+from plait.symm.group import Group
+from plait.symm.workspace import Region
+
+SUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_SLICE_ELEMENTS = 1 << 30  # offsets within a slot are 32 bits wide
+_MIN_BLOCK, _MAX_BLOCK = 256, 8192  # elements of a tile: one vector access a thread, up to eight
+_TILES_PER_SM = 4  # so that a small tensor is spread over all SMs
+
+
+def sum_over_ranks(
+    group: Group,
+    parts: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    operator: signals.Operator,
+    call: str,
+) -> None:
+    """out [n, 1] = sum over ranks of what each has for this one.
+
+    `parts[p]` [n_p, 1], contiguous, goes to rank p (the own one stays), all in the dtype in which
+    they travel: fp32, bf16 or fp16. Each n_p is the same on every rank, and n = n_rank. Runs in
+    slices if the workspace is too small.
+    """
+    itemsize = parts[0].element_size()
+    lengths = [part.shape[0] for part in parts]
+    segments = Segments.of((sum(lengths), 1), 0, lengths)
+    limit = min(slice_rows(segments, itemsize, group.workspace.capacity_bytes), _MAX_SLICE_ELEMENTS)
+    for piece in segments.slices(limit):
+        region = group.take_region(gather_bytes(piece, itemsize))
+        cuts = [
+            slice(first, first + rows) for first, rows in zip(piece.first, piece.rows, strict=True)
+        ]
+        sends = [part[cut] for part, cut in zip(parts, cuts, strict=True)]
+        program = plan_sum(group, region, sends, out[cuts[group.rank]], piece, operator)
+        group.run(program, f"{call} first={piece.first[0]}")
+
+
+def plan_sum(
+    group: Group,
+    region: Region,
+    sends: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    segments: Segments,
+    operator: signals.Operator,
+) -> Program:
+    """The program of one slice: `sends[p]` [rows_p, 1] for each rank, `out` [rows_rank, 1]."""
+    from plait.collectives.kernels import _sum_segments_kernel
+
+    own = sends[group.rank]
+    chunks = Chunks.of(segments.max_rows, own.element_size(), group.device)
+    slots = gathered_view(region, segments, 1, own.dtype)
+    num_elements = out.shape[0]
+    block = block_elements(num_elements, group.executor.num_sms)
+    grid = max(1, min(group.executor.num_sms, -(-num_elements // block)))
+    args = {
+        "ctx_ptr": region.ctx,
+        "own_ptr": own,
+        "slots_ptr": slots,
+        "out_ptr": out,
+        "num_elements": num_elements,
+        "slot_elements": slots.shape[1],
+        "num_chunks": chunks.num,
+        "chunk_elements": chunks.rows,
+        "WORLD_SIZE": group.world_size,
+        "BLOCK": block,
+        "OP": int(operator),
+    }
+    program = Program(operator.name.lower(), members=group.members)
+    program.add(open_region(region, grid, operator))
+    program.add(*push_tensors(group, region, sends, segments.max_rows, chunks))
+    program.add(Launch(_sum_segments_kernel, grid, args, num_warps=max(4, min(16, block // 512))))
+    return program.add(StreamWait("main", on="comm"))
+
+
+def block_elements(num_elements: int, num_sms: int) -> int:
+    """Elements of a tile, a power of two: each SM gets a few tiles where there is enough."""
+    wanted = num_elements // (num_sms * _TILES_PER_SM)
+    block = _MIN_BLOCK
+    while block < min(wanted, _MAX_BLOCK):
+        block *= 2
+    return block
+
+
+__all__ = ["SUM_DTYPES", "block_elements", "plan_sum", "sum_over_ranks"]

@@ -1,0 +1,196 @@
+"""`plait.ag_gemm`: AllGather + GEMM, the gather hidden behind the GEMM tile by tile.
+
+Method: Flux (arXiv 2406.06858), with tiles in arrival order and the copy engine as the link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from plait.checks import check_min_ndim, check_tensor, normalize_dim
+from plait.ops.matmul.reference import GATES, activation_backward_reference
+from plait.overlap import register as _register  # noqa: F401 - the operators that forward and backward call
+from plait.overlap.common.gradients import as_list, weight_gradient
+from plait.symm.group import Group, world_size_of
+
+
+def ag_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor | Sequence[torch.Tensor],
+    bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    *,
+    group: Group,
+    gather_dim: int = 0,
+    rows_per_rank: Sequence[int] | None = None,
+    activation: str | None = None,
+    return_gathered: bool = False,
+    out_dtype: torch.dtype | None = None,
+    main_grad: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    impl: str = "auto",
+) -> Any:
+    """activation(all_gather(x, gather_dim) @ weight^T + bias).
+
+    Args:
+        x: this rank's shard [..., K], fp32, bf16 or fp16, any strides; [M_r, K] as a rule.
+        weight: [N, K] (any strides; a transposed [K, N] is read in place), or a list of weights that
+            share the gather and give a list of results. "swiglu" and "geglu" take two, [gate, up].
+        bias: [N], or a list as long as the weights.
+        group: the ranks; each has its own N.
+        gather_dim: dim of x that the ranks share. The last dim (K) runs unfused.
+        rows_per_rank: every rank's size along gather_dim where they differ (0 allowed).
+        activation: "gelu" (erf), "gelu_tanh", "silu", "relu", "swiglu", "geglu" or None.
+        return_gathered: also return the gathered x.
+        out_dtype: fp32, bf16 or fp16; default the dtype of x.
+        main_grad: fp32 tensor(s) like the weight(s); the weight gradient is added there and
+            weight.grad stays None.
+        impl: "fused", "unfused", "reference", or "auto"; `plait.last_run()` says what ran.
+
+    Returns:
+        [..., N] with the sum of all shards along gather_dim; a list for several weights without a
+        gate; with return_gathered the pair (result, gathered x).
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, RankCountError, GroupError, CapacityError,
+        UnsupportedError: before any rank waits. PeerTimeoutError: a peer never came.
+
+    The gradient of x is a GEMM+RS; x is not saved gathered but gathered again, behind that GEMM.
+    """
+    check_tensor("x", x)
+    check_min_ndim("x", x, 2, "[..., K]")
+    weights, biases = as_list("weight", weight), as_list("bias", bias)
+    name = activation or "none"
+    options = _Options(
+        group.name,
+        normalize_dim("gather_dim", gather_dim, x.dim()),
+        list(rows_per_rank or []),
+        name,
+        out_dtype or x.dtype,
+        impl,
+        return_gathered,
+    )
+    main_grads = as_list("main_grad", main_grad)
+    results = _AgGemm.apply(options, main_grads, len(weights), x, *weights, *biases)
+    outs = list(results[:-1]) if return_gathered else list(results)
+    single = name in GATES or isinstance(weight, torch.Tensor)
+    out = outs[0] if single else outs
+    return (out, results[-1]) if return_gathered else out
+
+
+class _Options:
+    """The arguments of one call that are not tensors."""
+
+    def __init__(
+        self,
+        group: str,
+        gather_dim: int,
+        rows: list[int],
+        activation: str,
+        out_dtype: torch.dtype,
+        impl: str,
+        return_gathered: bool,
+    ) -> None:
+        self.group, self.gather_dim, self.rows, self.activation = (
+            group,
+            gather_dim,
+            rows,
+            activation,
+        )
+        self.out_dtype, self.impl, self.return_gathered = out_dtype, impl, return_gathered
+
+
+class _AgGemm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, options: _Options, main_grads: list[torch.Tensor], num_weights: int, x: torch.Tensor,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        weights, biases = list(tensors[:num_weights]), list(tensors[num_weights:])
+        needs_grad = any(ctx.needs_input_grad)
+        save_pre = needs_grad and options.activation != "none"
+        results = torch.ops.plait.ag_gemm(
+            x, weights, biases, options.group, options.gather_dim, options.rows, options.activation,
+            options.out_dtype, options.impl, options.return_gathered, save_pre,
+        )  # fmt: skip
+        num_outs = 1 if options.activation in GATES else num_weights
+        pres = results[num_outs + int(options.return_gathered) :]
+        ctx.save_for_backward(x, *weights, *pres)
+        ctx.options, ctx.num_weights, ctx.num_outs, ctx.main_grads = (
+            options,
+            num_weights,
+            num_outs,
+            main_grads,
+        )
+        ctx.has_bias = bool(biases)
+        returned = results[: num_outs + int(options.return_gathered)]
+        return tuple(returned)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        options, count = ctx.options, ctx.num_weights
+        x, *saved = ctx.saved_tensors
+        weights, pres = saved[:count], saved[count:]
+        grad_pres = _through_activation(options.activation, grads[: ctx.num_outs], pres, x.dtype)
+        need_x = ctx.needs_input_grad[3]
+        needs_weight = ctx.needs_input_grad[4 : 4 + count]
+        # One GEMM+RS for all weights: their gradients side by side, the weights on top of each other.
+        grad = grad_pres[0] if count == 1 else torch.cat(grad_pres, dim=-1)
+        joined = weights[0] if count == 1 else torch.cat(weights, dim=0)
+        need_weight = any(needs_weight)
+        rows = options.rows or [x.shape[options.gather_dim]] * world_size_of(options.group)
+        grad_x: Any = None
+        gathered: Any = None
+        if need_x:
+            # While the gradient of x is computed and scattered, the copy engine gathers x again.
+            results = torch.ops.plait.gemm_rs(
+                grad, joined.t(), None, options.group, options.gather_dim, rows, x.dtype, x.dtype, options.impl,
+                x if need_weight else None,
+            )  # fmt: skip
+            grad_x, gathered = results[0], results[-1]
+        elif need_weight:
+            gathered = torch.ops.plait.all_gather(
+                x, options.group, options.gather_dim, rows, options.impl
+            )
+        if options.return_gathered and grads[ctx.num_outs] is not None and need_x:
+            grad_x = grad_x + _scattered(grads[ctx.num_outs], x, options)
+        grad_weights: list[Any] = [None] * count
+        if need_weight:
+            joined_grad = grad.flatten(0, -2).t() @ gathered.flatten(0, -2)
+            pieces = joined_grad.split([w.shape[0] for w in weights], dim=0)
+            grad_weights = [
+                weight_gradient(piece, need, ctx.main_grads, i)
+                for i, (piece, need) in enumerate(zip(pieces, needs_weight, strict=True))
+            ]
+        grad_biases = (
+            [g.flatten(0, -2).sum(0).to(x.dtype) for g in grad_pres]
+            if ctx.has_bias
+            else []
+        )
+        return (None, None, None, grad_x, *grad_weights, *grad_biases)
+
+
+def _through_activation(
+    activation: str, grads: Sequence[torch.Tensor], pres: Sequence[torch.Tensor], dtype: torch.dtype
+) -> list[torch.Tensor]:
+    if activation == "none":
+        return [grad.to(dtype) for grad in grads]
+    if activation in GATES:
+        return [
+            g.to(dtype) for g in activation_backward_reference(grads[0].to(dtype), pres, activation)
+        ]
+    pairs = zip(grads, pres, strict=True)
+    return [
+        activation_backward_reference(grad.to(dtype), [pre], activation)[0] for grad, pre in pairs
+    ]
+
+
+def _scattered(grad: torch.Tensor, x: torch.Tensor, options: _Options) -> torch.Tensor:
+    rows = options.rows or [x.shape[options.gather_dim]] * world_size_of(options.group)
+    return torch.ops.plait.reduce_scatter(
+        grad, options.group, options.gather_dim, rows, None, options.impl
+    )
+
+
+__all__ = ["ag_gemm"]

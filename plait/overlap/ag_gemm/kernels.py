@@ -1,0 +1,141 @@
+"""AG+GEMM: a persistent GEMM that walks the ranks' rows in the order in which they arrive.
+
+Legend: rank s has rows_s rows of x; the gathered x has M = sum(rows_s) rows; w is [N, K].
+"""
+
+import triton
+import triton.language as tl
+
+from plait.backends.nvidia.intrinsics import fence_proxy_async
+from plait.ops.matmul.kernels import accumulate_tile, accumulate_tile_pair, finish_tile
+from plait.overlap.common.rows import whole_rows
+from plait.schedules.lang import segmented_tile
+from plait.symm.lang.patterns import finish, wait
+from plait.symm.lang.words import READY, get_epoch, get_rank, get_world_size
+
+
+@triton.jit
+def _wait_for_all(ctx_ptr, table_ptr, epoch, chunk_rows, num_chunks, OP: tl.constexpr):
+    """The last chunk of every peer is here, so all its rows are: copies of one sender are ordered."""
+    rank = get_rank(ctx_ptr)
+    ok = True
+    for peer in range(get_world_size(ctx_ptr)):
+        rows = tl.load(table_ptr + peer)
+        if (peer != rank) & (rows > 0):
+            ok = (
+                wait(ctx_ptr, READY + peer * num_chunks + (rows - 1) // chunk_rows, epoch, peer, OP)
+                & ok
+            )
+    return ok
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_chunks", "chunk_rows", "total"])
+def _ag_gemm_kernel(
+    ctx_ptr,
+    x,
+    gathered,
+    w0,
+    w1,
+    bias0_ptr,
+    bias1_ptr,
+    out_ptr,
+    pre0_ptr,
+    pre1_ptr,
+    table_ptr,
+    num_tiles,
+    num_chunks,
+    chunk_rows,
+    segment_rows,
+    total,
+    N,
+    K,
+    stride_xm,
+    stride_xk,
+    stride_w0n,
+    stride_w0k,
+    stride_w1n,
+    stride_w1k,
+    stride_bias0,
+    stride_bias1,
+    stride_om,
+    stride_on,
+    stride_pm,
+    stride_pn,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_WEIGHTS: tl.constexpr,
+    ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    STORE_PRE: tl.constexpr,
+    DESC: tl.constexpr,
+    B_KN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OP: tl.constexpr,
+    WAIT_ALL: tl.constexpr,
+    FINISH: tl.constexpr,
+):
+    """out = epilogue(all_gather(x) @ w^T), own rows first, then rank-1's, rank-2's, ...
+
+    x [rows_rank, K] is this rank's rows; gathered [world_size, segment_rows, K] is this rank's
+    region, which peers fill (own part unused); table as in collectives.segments. A tile waits for
+    the last chunk it reads; chunks of one sender arrive in order. WAIT_ALL: when the kernel ends,
+    all rows are here. FINISH closes the region.
+
+    Example: world 2, rank 1, one tile a segment: tile 0 multiplies x without waiting, tile 1 waits
+    for READY + 0 and multiplies gathered[0].
+    """
+    rank = get_rank(ctx_ptr)
+    world_size = get_world_size(ctx_ptr)
+    epoch = get_epoch(ctx_ptr)
+    num_n = tl.cdiv(N, BLOCK_N)
+    alive = True
+    waited = -1
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        step, segment, pid_m, pid_n = segmented_tile(
+            tile, rank, world_size, table_ptr, num_n, BLOCK_M, GROUP_M, True
+        )
+        num_rows = tl.load(table_ptr + segment)
+        row = pid_m * BLOCK_M
+        col = pid_n * BLOCK_N
+        rows = row + tl.arange(0, BLOCK_M)
+        rows_ok = rows < num_rows
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        up = acc
+        # One tile loop for both sources: with two, Triton gives each its own pipeline of tiles, and
+        # their shared memory together is more than an SM has.
+        a, base, stride_am, stride_ak = x, 0, stride_xm, stride_xk
+        if segment != rank:
+            chunk = (tl.minimum(row + BLOCK_M, num_rows) - 1) // chunk_rows
+            word = segment * num_chunks + chunk
+            if word != waited:
+                alive = wait(ctx_ptr, READY + word, epoch, segment, OP) & alive
+                fence_proxy_async()
+                waited = word
+            a, base, stride_am, stride_ak = gathered, segment * segment_rows, K, 1
+        if NUM_WEIGHTS == 2:
+            acc, up = accumulate_tile_pair(
+                acc, up, a, w0, w1, base + row, base + rows, rows_ok, col, N, K,
+                stride_am, stride_ak, stride_w0n, stride_w0k, stride_w1n, stride_w1k,
+                BLOCK_M, BLOCK_N, BLOCK_K, DESC, B_KN, PRECISION,
+            )  # fmt: skip
+        else:
+            acc = accumulate_tile(
+                acc, a, w0, base + row, base + rows, rows_ok, col, N, K,
+                stride_am, stride_ak, stride_w0n, stride_w0k,
+                BLOCK_M, BLOCK_N, BLOCK_K, DESC, B_KN, PRECISION,
+            )  # fmt: skip
+        acc = tl.where(alive, acc, float("nan"))
+        finish_tile(
+            acc, up, bias0_ptr, bias1_ptr, stride_bias0, stride_bias1,
+            pre0_ptr, pre1_ptr, stride_pm, stride_pn, out_ptr, stride_om, stride_on,
+            whole_rows(table_ptr, segment, rows, world_size, total), rows_ok, col, N,
+            BLOCK_M, BLOCK_N, NUM_WEIGHTS, ACT, HAS_BIAS, STORE_PRE,
+        )  # fmt: skip
+    if WAIT_ALL:
+        # A rank with few tiles may not have waited for everyone; the region must be quiet to be reused.
+        if tl.program_id(0) == 0:
+            _wait_for_all(ctx_ptr, table_ptr, epoch, chunk_rows, num_chunks, OP)
+    if FINISH:
+        finish(ctx_ptr, epoch)

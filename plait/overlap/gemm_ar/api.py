@@ -1,0 +1,101 @@
+"""`plait.gemm_ar`: GEMM + AllReduce, each tile exchanged as soon as it is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from plait.checks import check_min_ndim, check_one_of, check_tensor
+from plait.overlap import register as _register  # noqa: F401 - the operators that forward and backward call
+from plait.overlap.common.gradients import as_list, weight_gradient
+from plait.symm.group import Group
+
+
+def gemm_ar(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: Group,
+    reduce_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    main_grad: torch.Tensor | None = None,
+    replicated_grad: bool = False,
+    algorithm: str = "auto",
+    impl: str = "auto",
+) -> torch.Tensor:
+    """sum over ranks(x @ weight^T) + bias, the same bits on every rank.
+
+    Args:
+        x: [..., K] with this rank's K, fp32, bf16 or fp16, any strides; M rows, the same everywhere.
+        weight: [N, K], any strides; N is the same on every rank.
+        bias: [N], the same on every rank, added once.
+        group: the ranks.
+        reduce_dtype: dtype in which partial sums travel: fp32, bf16 or fp16, default that of x.
+        out_dtype: fp32, bf16 or fp16; default the dtype of x.
+        main_grad: fp32 tensor like weight; the weight gradient is added there and weight.grad
+            stays None.
+        replicated_grad: the ranks go on with the result identically, so that each already has
+            the whole gradient of it (Megatron's convention). By default their gradients are summed,
+            as torch.distributed.nn does.
+        algorithm: "one_shot" (every rank sums all; few rows), "two_shot" (owners sum and send) or "auto".
+        impl: "fused", "unfused", "reference", or "auto"; `plait.last_run()` says what ran.
+
+    Returns:
+        [..., N] on every rank. Partial sums are rounded to reduce_dtype, added in fp32 in rank
+        order and rounded once more.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, GroupError, CapacityError, UnsupportedError: before any
+        rank waits. PeerTimeoutError: a peer never came.
+    """
+    check_tensor("x", x)
+    check_tensor("weight", weight)
+    check_min_ndim("x", x, 2, "[..., K]")
+    check_one_of("algorithm", algorithm, ("auto", "one_shot", "two_shot"))
+    return _GemmAr.apply(
+        x, weight, bias, group.name, reduce_dtype or x.dtype, out_dtype or x.dtype, algorithm, impl,
+        replicated_grad, as_list("main_grad", main_grad),
+    )  # fmt: skip
+
+
+class _GemmAr(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        group: str,
+        reduce_dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        algorithm: str,
+        impl: str,
+        replicated_grad: bool,
+        main_grads: list[torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.options = (group, impl, replicated_grad)
+        ctx.main_grads, ctx.has_bias = main_grads, bias is not None
+        return torch.ops.plait.gemm_ar(
+            x, weight, bias, group, reduce_dtype, out_dtype, algorithm, impl
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        group, impl, replicated = ctx.options
+        own = grad.to(x.dtype)
+        # The bias is added on every rank's own result, so its gradient is that of the own result.
+        grad_bias = own.reshape(-1, own.shape[-1]).sum(0) if ctx.has_bias else None
+        whole = own if replicated else torch.ops.plait.all_reduce(own, group, None, "auto", impl)
+        grad_x = torch.matmul(whole, weight) if ctx.needs_input_grad[0] else None
+        grad_weight: Any = None
+        if ctx.needs_input_grad[1]:
+            product = whole.reshape(-1, whole.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+            grad_weight = weight_gradient(product, True, ctx.main_grads, 0)
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, None
+
+
+__all__ = ["gemm_ar"]

@@ -1,0 +1,63 @@
+"""GEMM+AR on real tensors: checks, choice of implementation and algorithm, allocation."""
+
+from __future__ import annotations
+
+import torch
+
+from plait.checks import check_min_ndim, check_one_of, check_shape
+from plait.collectives import all_reduce as _all_reduce  # noqa: F401 - registers plait::all_reduce
+from plait.overlap.common.chooser import choose
+from plait.overlap.common.operands import Weights
+from plait.overlap.common.unfused import linear
+from plait.overlap.common.validate import FUSED_DTYPES, check_operands
+from plait.overlap.gemm_ar.launch import choose_algorithm, run_gemm_ar
+from plait.overlap.gemm_ar.reference import gemm_ar_reference
+from plait.symm.group import get_group
+
+ALGORITHMS = ("auto", "one_shot", "two_shot")
+
+
+def forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group_name: str,
+    reduce_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    algorithm: str,
+    impl: str,
+) -> torch.Tensor:
+    """The implementation of `plait::gemm_ar`."""
+    group = get_group(group_name)
+    check_min_ndim("x", x, 2, "[..., K]")
+    check_operands(group, x, [weight], [] if bias is None else [bias], "none", out_dtype, impl)
+    check_shape("weight", weight, ("N", x.shape[-1]), "K of x", "Pass weight as [N, K].")
+    check_one_of("algorithm", algorithm, ALGORITHMS)
+    check_one_of("reduce_dtype", reduce_dtype, (*FUSED_DTYPES, torch.float64))
+    chosen = choose("gemm_ar", group, impl, None)
+    if chosen == "reference":
+        xs = group.exchange_tensor("gemm_ar reference", x)
+        weights = group.exchange_tensor("gemm_ar reference", weight)
+        return gemm_ar_reference(xs, weights, bias, reduce_dtype, out_dtype)
+    if chosen == "unfused":
+        partial = linear(x, weight).to(reduce_dtype)
+        if bias is not None or out_dtype != reduce_dtype:
+            partial = partial.to(torch.float32)  # so that the sum is rounded once, after the bias
+        total = torch.ops.plait.all_reduce(partial, group_name, None, "auto", "auto")
+        choose("gemm_ar", group, impl, None)  # the record of this call, not of the AllReduce in it
+        return (total if bias is None else total + bias).to(out_dtype)
+    out = x.new_empty([*x.shape[:-1], weight.shape[0]], dtype=out_dtype)
+    if out.numel() == 0:
+        return out
+    flat = (
+        x.contiguous().view(-1, x.shape[-1])
+        if x.shape[-1]
+        else x.new_empty(x.shape[:-1].numel(), 0)
+    )
+    named = choose_algorithm(flat.shape[0], group.world_size) if algorithm == "auto" else algorithm
+    weights = Weights((weight,), () if bias is None else (bias,))
+    run_gemm_ar(group, flat, weights, out.view(-1, out.shape[-1]), reduce_dtype, named)  # type: ignore[arg-type]
+    return out
+
+
+__all__ = ["forward"]

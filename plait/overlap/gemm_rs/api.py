@@ -1,0 +1,117 @@
+"""`plait.gemm_rs`: GEMM + ReduceScatter, each tile sent to its owner as soon as it is computed.
+
+Method: Flux (arXiv 2406.06858); the own rows come last and add the partials that have arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from plait.checks import check_min_ndim, check_tensor, normalize_dim
+from plait.overlap import register as _register  # noqa: F401 - the operators that forward and backward call
+from plait.overlap.common.gradients import as_list, weight_gradient
+from plait.symm.group import Group
+
+
+def gemm_rs(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: Group,
+    scatter_dim: int = 0,
+    rows_per_rank: Sequence[int] | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    main_grad: torch.Tensor | None = None,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """This rank's share along scatter_dim of sum over ranks(x @ weight^T), plus bias once.
+
+    Args:
+        x: [..., K] with this rank's K, fp32, bf16 or fp16, any strides; [M, K] as a rule.
+        weight: [N, K], any strides; N is the same on every rank.
+        bias: [N], added once, to the own rows after the sum. Its gradient is that of the own rows.
+        group: the ranks.
+        scatter_dim: dim of the result that is shared out. The last dim (N) runs unfused.
+        rows_per_rank: every rank's size along scatter_dim (0 allowed); default equal shares.
+        reduce_dtype: dtype in which partial sums travel: fp32, bf16 or fp16, default that of x.
+        out_dtype: fp32, bf16 or fp16; default the dtype of x.
+        main_grad: fp32 tensor like weight; the weight gradient is added there and weight.grad
+            stays None.
+        impl: "fused", "unfused", "reference", or "auto"; `plait.last_run()` says what ran.
+
+    Returns:
+        [..., N] with this rank's size along scatter_dim. Partial sums are rounded to reduce_dtype,
+        added in fp32 in rank order and rounded once more: the same bits on every run.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, RankCountError, GroupError, CapacityError,
+        UnsupportedError: before any rank waits. PeerTimeoutError: a peer never came.
+
+    The gradient of x is an AG+GEMM of the output's gradient, whose gathered rows the weight's
+    gradient uses.
+    """
+    check_tensor("x", x)
+    check_tensor("weight", weight)
+    check_min_ndim("x", x, 2, "[..., K]")
+    dim = normalize_dim("scatter_dim", scatter_dim, x.dim())
+    return _GemmRs.apply(
+        x, weight, bias, group.name, dim, list(rows_per_rank or []), reduce_dtype or x.dtype, out_dtype or x.dtype,
+        impl, as_list("main_grad", main_grad),
+    )  # fmt: skip
+
+
+class _GemmRs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        group: str,
+        scatter_dim: int,
+        rows: list[int],
+        reduce_dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        impl: str,
+        main_grads: list[torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.options = (group, scatter_dim, rows, impl)
+        ctx.main_grads, ctx.has_bias = main_grads, bias is not None
+        return torch.ops.plait.gemm_rs(
+            x, weight, bias, group, scatter_dim, rows, reduce_dtype, out_dtype, impl, None
+        )[0]  # fmt: skip
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        group, dim, rows, impl = ctx.options
+        need_x, need_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        own = grad.to(x.dtype)
+        grad_x: Any = None
+        whole: Any = None
+        if need_x:
+            results = torch.ops.plait.ag_gemm(
+                own, [weight.t()], [], group, dim, rows, "none", x.dtype, impl, need_weight, False
+            )
+            grad_x, whole = results[0], results[-1]
+        elif need_weight:
+            whole = torch.ops.plait.all_gather(own, group, dim, rows, impl)
+        grad_weight: Any = None
+        if need_weight:
+            flat = whole.reshape(-1, whole.shape[-1])
+            grad_weight = weight_gradient(
+                flat.t() @ x.reshape(-1, x.shape[-1]), True, ctx.main_grads, 0
+            )
+        grad_bias: Any = None
+        if ctx.has_bias:
+            grad_bias = own.reshape(-1, own.shape[-1]).sum(0)
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, None
+
+
+__all__ = ["gemm_rs"]

@@ -1,0 +1,120 @@
+"""GEMM+RS on real tensors: checks, choice of implementation, allocation."""
+
+from __future__ import annotations
+
+import torch
+
+from plait.checks import check_min_ndim, check_shape
+from plait.collectives.all_gather import gather_whole
+from plait.collectives.reduce_scatter import reduce_scatter_partials
+from plait.collectives.segments import Segments
+from plait.collectives.sizes import scattered_sizes
+from plait.overlap.common.chooser import choose
+from plait.overlap.common.operands import Weights
+from plait.overlap.common.unfused import linear
+from plait.overlap.common.validate import check_operands
+from plait.overlap.gemm_rs.launch import Gather, run_gemm_rs
+from plait.overlap.gemm_rs.reference import gemm_rs_reference
+from plait.symm.group import Group, get_group
+
+
+def forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group_name: str,
+    scatter_dim: int,
+    rows_per_rank: list[int],
+    reduce_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    impl: str,
+    gather: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """The implementation of `plait::gemm_rs`."""
+    group = get_group(group_name)
+    check_min_ndim("x", x, 2, "[..., K]")
+    check_operands(group, x, [weight], [] if bias is None else [bias], "none", out_dtype, impl)
+    check_shape("weight", weight, ("N", x.shape[-1]), "K of x", "Pass weight as [N, K].")
+    last_dim = scatter_dim == x.dim() - 1
+    size = weight.shape[0] if last_dim else x.shape[scatter_dim]
+    sizes = scattered_sizes(size, group.world_size, rows_per_rank)
+    chosen = choose(
+        "gemm_rs", group, impl, "scatter_dim is the last dim, which is N" if last_dim else None
+    )
+    if chosen == "fused":
+        return _fused(group, x, weight, bias, scatter_dim, sizes, reduce_dtype, out_dtype, gather)
+    if chosen == "reference":
+        call = "gemm_rs reference"
+        xs, weights = group.exchange_tensor(call, x), group.exchange_tensor(call, weight)
+        out = gemm_rs_reference(
+            xs, weights, bias, group.rank, sizes, scatter_dim, reduce_dtype, out_dtype
+        )
+    else:
+        out = _unfused(group, x, weight, bias, scatter_dim, sizes, reduce_dtype, out_dtype)
+    return (
+        [out] if gather is None else [out, gather_whole(group, gather, scatter_dim, sizes, chosen)]
+    )
+
+
+def _unfused(
+    group: Group,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scatter_dim: int,
+    sizes: tuple[int, ...],
+    reduce_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    partial = linear(x, weight).to(reduce_dtype)
+    total = reduce_scatter_partials(group, partial, scatter_dim, sizes, out_dtype=torch.float32)
+    if bias is not None:
+        part = bias
+        if scatter_dim == x.dim() - 1:
+            part = bias.narrow(0, sum(sizes[: group.rank]), sizes[group.rank])
+        total = total + part.to(torch.float32)
+    return total.to(out_dtype)
+
+
+def _fused(
+    group: Group,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scatter_dim: int,
+    sizes: tuple[int, ...],
+    reduce_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    gather: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    shape = [*x.shape[:-1], weight.shape[0]]
+    segments = Segments.of(shape, scatter_dim, sizes)
+    shape[scatter_dim] = sizes[group.rank]
+    out = x.new_empty(shape, dtype=out_dtype)
+    whole = None
+    if gather is not None:
+        whole_shape = list(gather.shape)
+        whole_shape[scatter_dim] = sum(sizes)
+        whole = gather.new_empty(whole_shape)
+    results = [out] if whole is None else [out, whole]
+    if segments.total == 0 or segments.outer == 0 or weight.shape[0] == 0:
+        if gather is not None:
+            results[1] = gather_whole(group, gather, scatter_dim, sizes)
+        return results
+    gathering = None
+    if gather is not None and whole is not None and whole.numel():
+        features = gather.shape[-1]
+        gathering = Gather(gather.contiguous().view(-1, features), whole.view(-1, features))
+    flat = (
+        x.contiguous().view(-1, x.shape[-1])
+        if x.shape[-1]
+        else x.new_empty(x.shape[:-1].numel(), 0)
+    )
+    weights = Weights((weight,), () if bias is None else (bias,))
+    run_gemm_rs(
+        group, flat, weights, segments, out.view(-1, out.shape[-1]), reduce_dtype, gathering
+    )
+    return results
+
+
+__all__ = ["forward"]

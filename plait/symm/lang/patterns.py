@@ -1,0 +1,163 @@
+"""Signals and waits: the patterns that `plait.symm.lang` documents."""
+
+import triton
+import triton.language as tl
+
+from plait.backends.nvidia.intrinsics import fence_proxy_async, globaltimer
+from plait.symm.lang.words import (
+    ABORT,
+    ABORT_CLAIMED,
+    ABORT_RECORDED,
+    ARRIVED,
+    CONSUMED,
+    CTX_DEADLINE_NS,
+    CTX_MIRROR,
+    CTX_REGION,
+    CTX_STATUS,
+    EPOCH,
+    READY,
+    RECORD,
+    TARGET,
+    get_epoch,
+    get_rank,
+    get_world_size,
+    group_word_ptr,
+    word_ptr,
+)
+
+
+@triton.jit
+def signal(ctx_ptr, peer, word, epoch):
+    """Set `word` of `peer` to `epoch` after all stores of this block."""
+    tl.debug_barrier()
+    tl.atomic_xchg(word_ptr(ctx_ptr, peer, word), epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def _give_up(ctx_ptr, word, epoch, seen, peer, OP: tl.constexpr):
+    """Tell every rank that this wait passed its deadline; the first to tell a rank is recorded.
+
+    Whoever reads ABORT_RECORDED with acquire sees the whole record.
+    """
+    rank = get_rank(ctx_ptr)
+    region = tl.load(ctx_ptr + CTX_REGION).to(tl.int32)
+    for other in range(get_world_size(ctx_ptr)):
+        abort_ptr = group_word_ptr(ctx_ptr, other, ABORT)
+        first = tl.atomic_cas(abort_ptr, 0, ABORT_CLAIMED, sem="acq_rel", scope="sys")
+        if first == 0:
+            record_ptr = group_word_ptr(ctx_ptr, other, RECORD)
+            tl.atomic_xchg(record_ptr, rank, sem="relaxed", scope="sys")
+            tl.atomic_xchg(record_ptr + 1, OP, sem="relaxed", scope="sys")
+            tl.atomic_xchg(record_ptr + 2, word, sem="relaxed", scope="sys")
+            tl.atomic_xchg(record_ptr + 3, peer, sem="relaxed", scope="sys")
+            tl.atomic_xchg(record_ptr + 4, epoch, sem="relaxed", scope="sys")
+            tl.atomic_xchg(record_ptr + 5, seen, sem="relaxed", scope="sys")
+            tl.atomic_xchg(record_ptr + 6, region, sem="relaxed", scope="sys")
+            tl.atomic_xchg(abort_ptr, ABORT_RECORDED, sem="release", scope="sys")
+
+
+@triton.jit
+def _tell_host(ctx_ptr):
+    """Make the host raise at its next call, once the record of the wait that gave up is complete.
+
+    Whoever writes that record needs microseconds; the deadline is for a GPU that died meanwhile.
+    """
+    abort_ptr = group_word_ptr(ctx_ptr, get_rank(ctx_ptr), ABORT)
+    deadline_ns = tl.load(ctx_ptr + CTX_DEADLINE_NS)
+    start = globaltimer()
+    state = tl.atomic_add(abort_ptr, 0, sem="acquire", scope="sys")
+    while (state != ABORT_RECORDED) & (globaltimer() - start < deadline_ns):
+        state = tl.atomic_add(abort_ptr, 0, sem="acquire", scope="sys")
+    status_ptr = tl.load(ctx_ptr + CTX_STATUS).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(status_ptr, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def wait(ctx_ptr, word, epoch, peer, OP: tl.constexpr):
+    """Wait until `word` of this rank has reached `epoch`; `peer` is who sets it.
+
+    True: everything before the signal is visible to this block. False: the deadline of the group
+    passed, here or on another rank; the host raises PeerTimeoutError at its next call.
+    """
+    rank = get_rank(ctx_ptr)
+    ptr = word_ptr(ctx_ptr, rank, word)
+    seen = tl.atomic_add(ptr, 0, sem="acquire", scope="sys")
+    if seen - epoch < 0:
+        abort_ptr = group_word_ptr(ctx_ptr, rank, ABORT)
+        deadline_ns = tl.load(ctx_ptr + CTX_DEADLINE_NS)
+        start = globaltimer()
+        aborted = tl.load(abort_ptr, volatile=True)
+        while (seen - epoch < 0) & (aborted == 0):
+            seen = tl.atomic_add(ptr, 0, sem="acquire", scope="sys")
+            if (seen - epoch < 0) & (globaltimer() - start > deadline_ns):
+                _give_up(ctx_ptr, word, epoch, seen, peer, OP)
+            aborted = tl.load(abort_ptr, volatile=True)
+        if aborted != 0:
+            _tell_host(ctx_ptr)
+    return seen - epoch >= 0
+
+
+@triton.jit
+def begin(ctx_ptr, num_arrivals, OP: tl.constexpr):
+    """Open a call on this region: one block, before the call's other work.
+
+    Waits until every peer has consumed the previous epoch, then advances the epoch, sets how many
+    blocks (`num_arrivals`) will call `finish`, and mirrors the epoch for copy-engine signals.
+    """
+    rank = get_rank(ctx_ptr)
+    epoch = get_epoch(ctx_ptr) + 1
+    ok = True
+    for peer in range(get_world_size(ctx_ptr)):
+        ok = wait(ctx_ptr, CONSUMED + peer, epoch - 1, peer, OP) & ok
+    tl.store(word_ptr(ctx_ptr, rank, EPOCH), epoch)
+    arrived = tl.load(word_ptr(ctx_ptr, rank, ARRIVED))
+    tl.store(word_ptr(ctx_ptr, rank, TARGET), arrived + num_arrivals)
+    tl.store(tl.load(ctx_ptr + CTX_MIRROR).to(tl.pointer_type(tl.int32)), epoch)
+    return ok
+
+
+@triton.jit
+def finish(ctx_ptr, epoch):
+    """Close a call on this region: every block of the call's last kernel, when it has read all.
+
+    The last block to arrive tells every peer that this rank has consumed the region. All reads of
+    this block, descriptor loads included, come before its arrival.
+    """
+    rank = get_rank(ctx_ptr)
+    target = tl.load(word_ptr(ctx_ptr, rank, TARGET))
+    fence_proxy_async()
+    tl.debug_barrier()
+    arrived = tl.atomic_add(word_ptr(ctx_ptr, rank, ARRIVED), 1, sem="acq_rel", scope="gpu")
+    if arrived + 1 == target:
+        for peer in range(get_world_size(ctx_ptr)):
+            signal(ctx_ptr, peer, CONSUMED + rank, epoch)
+        # A peer that gave up on this rank may have overwritten what this call still read.
+        if tl.load(group_word_ptr(ctx_ptr, rank, ABORT), volatile=True) != 0:
+            _tell_host(ctx_ptr)
+
+
+@triton.jit
+def barrier(ctx_ptr, OP: tl.constexpr):
+    """All ranks have arrived: one block; needs a region of its own words."""
+    rank = get_rank(ctx_ptr)
+    epoch = get_epoch(ctx_ptr) + 1
+    world_size = get_world_size(ctx_ptr)
+    for peer in range(world_size):
+        signal(ctx_ptr, peer, READY + rank, epoch)
+    ok = True
+    for peer in range(world_size):
+        ok = wait(ctx_ptr, READY + peer, epoch, peer, OP) & ok
+    tl.store(word_ptr(ctx_ptr, rank, EPOCH), epoch)
+    return ok
+
+
+@triton.jit
+def put(ctx_ptr, peer, dst_ptr, offsets, values, mask):
+    """Store `values` at `dst_ptr + offsets`, which lies in `peer`'s memory; `signal` afterwards."""
+    tl.store(dst_ptr + offsets, values, mask=mask)
+
+
+@triton.jit
+def get(src_ptr, offsets, mask, other):
+    """Load from a region after `wait`; `other` where masked off."""
+    return tl.load(src_ptr + offsets, mask=mask, other=other)

@@ -1,0 +1,1 @@
+"""Helpers for tests of plait and of users' own kernels: virtual ranks, comparison, compilation."""

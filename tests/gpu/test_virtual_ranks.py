@@ -1,0 +1,190 @@
+"""Virtual ranks on one GPU: every operator against its reference, with ranks delayed at random."""
+
+from __future__ import annotations
+
+import faulthandler
+
+import pytest
+import torch
+
+import plait
+from plait.collectives.sizes import scattered_sizes
+from plait.overlap.ag_gemm.reference import ag_gemm_reference
+from plait.overlap.gemm_ar.reference import gemm_ar_reference
+from plait.overlap.gemm_rs.reference import gemm_rs_reference
+from plait.settings import override
+from plait.testing.compare import assert_bitwise, assert_close_to_fp64
+
+WORLDS = (1, 2, 3, 4, 8)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def watchdog():
+    """A hang prints every stack and ends the process; waits give up long before."""
+    faulthandler.dump_traceback_later(100, exit=True)
+    with override(deadline_s=10.0, prologue_delay_us=200.0):
+        yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _random(
+    shape: tuple[int, ...], dtype: torch.dtype, count: int, seed: int
+) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(count)]
+
+
+def _check(actual: torch.Tensor, exact: torch.Tensor, plain: torch.Tensor) -> None:
+    assert_close_to_fp64(actual.cpu(), exact, plain)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ag_gemm(world_size: int, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+    rows, features, cols, rounds = 200, 256, 320, 10
+    xs = _random((rounds, rows, features), dtype, world_size, seed)
+    weights = _random((cols, features), dtype, world_size, seed + 1)
+
+    def fn(group: plait.Group) -> list[torch.Tensor]:
+        x, weight = xs[group.rank].to(device), weights[group.rank].to(device)
+        outs = [plait.ag_gemm(x[i], weight, group=group, impl="fused") for i in range(rounds)]
+        group.synchronize()
+        return [out.cpu() for out in outs]
+
+    results = plait.run_virtual(fn, world_size, seed=seed, device=device)
+    for rank, outs in enumerate(results):
+        for i, out in enumerate(outs):
+            exact = ag_gemm_reference([x[i].double() for x in xs], [weights[rank].double()])[0]
+            plain = torch.cat([x[i] for x in xs]).to(device) @ weights[rank].to(device).t()
+            _check(out, exact, plain.cpu())
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gemm_rs(world_size: int, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+    rows, features, cols, rounds = 150 * world_size, 128, 264, 10
+    xs = _random((rounds, rows, features), dtype, world_size, seed)
+    weights = _random((cols, features), dtype, world_size, seed + 1)
+    sizes = scattered_sizes(rows, world_size, [])
+
+    def fn(group: plait.Group) -> list[torch.Tensor]:
+        x, weight = xs[group.rank].to(device), weights[group.rank].to(device)
+        outs = [plait.gemm_rs(x[i], weight, group=group, impl="fused") for i in range(rounds)]
+        group.synchronize()
+        return [out.cpu() for out in outs]
+
+    results = plait.run_virtual(fn, world_size, seed=seed, device=device)
+    wide = [weight.double() for weight in weights]
+    for rank, outs in enumerate(results):
+        for i, out in enumerate(outs):
+            exact = gemm_rs_reference([x[i].double() for x in xs], wide, None, rank, sizes)
+            plain = gemm_rs_reference([x[i] for x in xs], weights, None, rank, sizes)
+            _check(out, exact, plain)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_gemm_ar(world_size: int, algorithm: str, device: torch.device, seed: int) -> None:
+    rows, features, cols, rounds, dtype = 65, 128, 264, 10, torch.bfloat16
+    xs = _random((rounds, rows, features), dtype, world_size, seed)
+    weights = _random((cols, features), dtype, world_size, seed + 1)
+
+    def fn(group: plait.Group) -> list[torch.Tensor]:
+        x, weight = xs[group.rank].to(device), weights[group.rank].to(device)
+        outs = [
+            plait.gemm_ar(x[i], weight, group=group, algorithm=algorithm, impl="fused")
+            for i in range(rounds)
+        ]
+        group.synchronize()
+        return [out.cpu() for out in outs]
+
+    results = plait.run_virtual(fn, world_size, seed=seed, device=device)
+    wide = [weight.double() for weight in weights]
+    for i in range(rounds):
+        exact = gemm_ar_reference([x[i].double() for x in xs], wide)
+        plain = gemm_ar_reference([x[i] for x in xs], weights)
+        for outs in results:
+            _check(outs[i], exact, plain)
+            assert_bitwise(outs[i], results[0][i])
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_collectives(world_size: int, device: torch.device, seed: int) -> None:
+    rounds = 10
+    xs = _random((rounds, 24 * world_size, 40), torch.bfloat16, world_size, seed)
+
+    def fn(group: plait.Group) -> list[tuple[torch.Tensor, ...]]:
+        x = xs[group.rank].to(device)
+        results = []
+        for i in range(rounds):
+            gathered = plait.all_gather(x[i], group=group)
+            scattered = plait.reduce_scatter(x[i], group=group)
+            reduced = plait.all_reduce(x[i], group=group)
+            swapped = plait.all_to_all(x[i], group=group)
+            results.append((gathered, scattered, reduced, swapped))
+        group.synchronize()
+        return [tuple(t.cpu() for t in each) for each in results]
+
+    results = plait.run_virtual(fn, world_size, seed=seed, device=device)
+    for i in range(rounds):
+        parts = [x[i] for x in xs]
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part.float()
+        total = total.bfloat16()
+        for rank in range(world_size):
+            gathered, scattered, reduced, swapped = results[rank][i]
+            assert_bitwise(gathered, torch.cat(parts))
+            assert_bitwise(scattered, total.chunk(world_size)[rank])
+            assert_bitwise(reduced, total)
+            assert_bitwise(swapped, torch.cat([part.chunk(world_size)[rank] for part in parts]))
+
+
+def test_gradients(device: torch.device, seed: int) -> None:
+    world_size, rows, hidden, inner = 4, 64, 128, 96
+    xs = _random((rows, hidden), torch.float32, world_size, seed)
+    gates = _random((inner, hidden), torch.float32, world_size, seed + 1)
+    ups = _random((inner, hidden), torch.float32, world_size, seed + 2)
+    downs = _random((hidden, inner), torch.float32, world_size, seed + 3)
+    tensors = (xs, gates, ups, downs)
+
+    def fn(group: plait.Group) -> list[torch.Tensor]:
+        x, gate, up, down = (each[group.rank].to(device).requires_grad_() for each in tensors)
+        h = plait.ag_gemm(x, [gate, up], group=group, activation="swiglu", impl="fused")
+        y = plait.gemm_rs(h, down, group=group, impl="fused")
+        y.square().sum().backward()
+        group.synchronize()
+        return [t.detach().cpu() for t in (y, x.grad, gate.grad, up.grad, down.grad)]
+
+    def plain(dtype: torch.dtype, on: torch.device) -> list[list[torch.Tensor]]:
+        x, gate, up, down = ([t.to(on, dtype).requires_grad_() for t in each] for each in tensors)
+        whole = torch.cat(x)
+        h = [
+            torch.nn.functional.silu(whole @ g.t()) * (whole @ u.t())
+            for g, u in zip(gate, up, strict=True)
+        ]
+        y = sum(a @ b.t() for a, b in zip(h, down, strict=True))
+        y.square().sum().backward()
+        parts = y.detach().chunk(world_size)
+        return [
+            [t.cpu() for t in (parts[r], x[r].grad, gate[r].grad, up[r].grad, down[r].grad)]
+            for r in range(world_size)
+        ]
+
+    results = plait.run_virtual(fn, world_size, seed=seed, device=device)
+    exact, low = plain(torch.float64, torch.device("cpu")), plain(torch.float32, device)
+    for rank in range(world_size):
+        for got, want, yardstick in zip(results[rank], exact[rank], low[rank], strict=True):
+            _check(got, want, yardstick)
+
+
+def test_peer_that_never_comes(device: torch.device) -> None:
+    def fn(group: plait.Group) -> str:
+        if group.rank == 1:
+            return "left"
+        plait.all_gather(torch.ones(4, 4, device=device), group=group)
+        return "went on"
+
+    with pytest.raises(plait.errors.DeadlockError, match="rank 0 host"):
+        plait.run_virtual(fn, 2, device=device)

@@ -1,0 +1,46 @@
+"""Every step of AG+GEMM's protocol is needed: without it, some schedule of few shows a mistake."""
+
+import pytest
+
+from plait.check.explore import explore
+from plait.cli.check_cases import CASES
+from tests.host.check.mutant_table import table, verify
+
+OPERATOR = "ag_gemm"
+
+
+@pytest.mark.parametrize("name", table(OPERATOR))
+def test_mutant(name):
+    verify(OPERATOR, name)
+
+
+def test_equivalents_name_mutants():
+    for each in CASES[OPERATOR].equivalents:
+        assert any(each.covers(name) for name in table(OPERATOR)), each.name
+
+
+def test_the_table_covers_the_protocol():
+    names = " ".join(table(OPERATOR))
+    for step in (
+        "_ag_gemm_kernel: wait 0 removed",
+        "_ag_gemm_kernel: fence_proxy_async 0 removed",
+        "begin: wait 0 epoch - 1",
+        "begin: epoch 0 not advanced",
+        "finish: fence_proxy_async 0 removed",
+        "finish: debug_barrier 0 removed",
+        "finish: atomic_add 0 acquire",
+        "signal: atomic_xchg 0 relaxed",
+        "wait: atomic_add 1 gpu",
+        "program ag_gemm: signal 0 early",
+        "program ag_gemm: stream wait 1 removed",
+    ):
+        assert step in names
+
+
+def test_without_a_mutant_nothing_is_found():
+    case = CASES[OPERATOR]
+    outcome = explore(case.run, 24, case.rounds, case.world_size)
+    assert outcome.finding is None, outcome.finding.report
+    assert len(outcome.attempts) == 24
+    assert len({attempt.plan for attempt in outcome.attempts}) == 24
+    assert all(attempt.steps > 100 for attempt in outcome.attempts)
