@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -35,6 +37,10 @@ class Executor(abc.ABC):
     @abc.abstractmethod
     def synchronize(self) -> None:
         """Wait until all programs of this rank have ended."""
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """What a virtual rank's thread holds while it runs the rank's code."""
+        return contextlib.nullcontext()
 
 
 Resolver = Callable[[torch.device], "Executor | None"]

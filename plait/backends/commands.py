@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Union
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -31,7 +31,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Copy:
-    """`dst.copy_(src)` by a copy engine: same shape and dtype, any strides, either may be a peer's."""
+    """`dst.copy_(src)` by a copy engine: same shape and dtype, any strides, own or peer memory."""
 
     dst: torch.Tensor
     src: torch.Tensor
@@ -72,7 +72,7 @@ class Call:
     label: str = "torch"
 
 
-Command = Union[Launch, Copy, Signal, StreamWait, Call]
+Command: TypeAlias = Launch | Copy | Signal | StreamWait | Call
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What the cases of `plait check` share: exact inputs, memory, a gap between an operator's calls."""
+"""What the cases of `plait check` share: exact inputs, memory, a gap between two calls."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Group:
     @property
     def workspace(self) -> Workspace:
         """Collective at first use: the memory that all operators of this group share."""
-        self.require_open()
+        self.check()  # a broken group must not wait for a peer to make or grow memory
         if not self.transport.symmetric:
             raise UnsupportedError(
                 argument="group",

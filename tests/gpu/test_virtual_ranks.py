@@ -8,11 +8,15 @@ import pytest
 import torch
 
 import plait
+from plait.backends.commands import Launch, Program
 from plait.collectives.sizes import scattered_sizes
 from plait.overlap.ag_gemm.reference import ag_gemm_reference
 from plait.overlap.gemm_ar.reference import gemm_ar_reference
 from plait.overlap.gemm_rs.reference import gemm_rs_reference
 from plait.settings import override
+from plait.symm.kernels import _barrier_kernel
+from plait.symm.signals import Operator
+from plait.symm.workspace import BARRIER_REGION
 from plait.testing.compare import assert_bitwise, assert_close_to_fp64
 
 WORLDS = (1, 2, 3, 4, 8)
@@ -188,3 +192,32 @@ def test_peer_that_never_comes(device: torch.device) -> None:
 
     with pytest.raises(plait.errors.DeadlockError, match="rank 0 host"):
         plait.run_virtual(fn, 2, device=device)
+
+
+def test_deadline_fires_where_a_peer_stays_away(device: torch.device) -> None:
+    """Rank 0 launches without meeting rank 1, as one process does when another has died."""
+    seen: dict[str, object] = {}
+
+    def fn(group: plait.Group) -> None:
+        group.barrier()  # the workspace exists on both ranks
+        if group.rank == 1:
+            return
+        alone = group.executor.inner
+        region = group.workspace.regions[BARRIER_REGION]
+        args = {"ctx_ptr": region.ctx, "OP": int(Operator.BARRIER)}
+        program = Program("barrier", [Launch(_barrier_kernel, 1, args, num_warps=1)])
+        alone.prepare(program)
+        alone.run(program)
+        alone.synchronize()
+        with pytest.raises(plait.errors.PeerTimeoutError) as raised:
+            group.check()
+        seen["error"] = raised.value
+        with pytest.raises(plait.errors.PeerTimeoutError):
+            plait.all_gather(torch.ones(4, 4, device=device), group=group)  # the group stays broken
+        group.close()
+
+    with override(deadline_s=0.5):
+        plait.run_virtual(fn, 2, device=device)
+    error = seen["error"]
+    assert (error.rank, error.peer, error.operator) == (0, 1, "barrier")
+    assert (error.expected, error.seen) == (2, 1)

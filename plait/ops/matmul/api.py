@@ -51,7 +51,8 @@ def run_kernel(
     pre: Tensors = (),
 ) -> None:
     """Plan and run the fused kernel on 2-D operands, as `plan_matmul` takes them."""
-    from plait.ops.matmul.launch import descriptors_allowed, dot_precision, plan_matmul
+    from plait.ops.matmul.launch import plan_matmul
+    from plait.ops.matmul.operands import descriptors_allowed, dot_precision
 
     info = device_info(x.device)
     precision = dot_precision(x.dtype)

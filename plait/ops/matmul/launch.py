@@ -9,56 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from plait.backends.commands import Launch, Program
-from plait.ops.matmul import kernels
-from plait.ops.matmul.configs import Config, has_descriptors
-
-_DESCRIPTOR_ALIGNMENT_BYTES = 16
-
-
-def descriptor_allowed(tensor: torch.Tensor) -> bool:
-    """Whether a 2-D tensor can be read through a tensor descriptor as it lies in memory.
-
-    Its rows must be contiguous, not overlap, and start at multiples of 16 bytes.
-    """
-    rows, columns = tensor.shape
-    row_bytes = tensor.stride(0) * tensor.element_size()
-    return (
-        rows > 0
-        and columns > 0
-        and tensor.stride(1) == 1
-        and tensor.stride(0) >= columns
-        and row_bytes % _DESCRIPTOR_ALIGNMENT_BYTES == 0
-        and tensor.data_ptr() % _DESCRIPTOR_ALIGNMENT_BYTES == 0
-    )
-
-
-def weights_are_kn(weights: Sequence[torch.Tensor]) -> bool:
-    """Whether all weights [N, K] lie in memory as [K, N], such as `stored.t()`."""
-    return all(weight.stride(0) == 1 and weight.stride(1) != 1 for weight in weights)
-
-
-def descriptors_allowed(x: torch.Tensor, weights: Sequence[torch.Tensor], arch: str) -> bool:
-    """Whether x and all weights can be read through tensor descriptors on `arch`."""
-    stored = [weight.t() for weight in weights] if weights_are_kn(weights) else weights
-    return has_descriptors(arch) and all(descriptor_allowed(each) for each in (x, *stored))
-
-
-def weight_operand(weight: torch.Tensor, config: Config, kn: bool) -> Any:
-    """What the tile loop reads a weight [N, K] through: a descriptor, or the tensor's address."""
-    if not config.desc:
-        return weight
-    if kn:
-        return TensorDescriptor.from_tensor(weight.t(), [config.block_k, config.block_n])
-    return TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k])
-
-
-def dot_precision(dtype: torch.dtype) -> str:
-    """`input_precision` of fp32 products: "tf32" where torch is told to allow it, else "ieee"."""
-    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return "tf32" if dtype is torch.float32 and tf32 else "ieee"
+from plait.ops.matmul.configs import Config
+from plait.ops.matmul.operands import dot_precision, row_operand, weight_operand, weights_are_kn
 
 
 def plan_matmul(
@@ -78,6 +32,8 @@ def plan_matmul(
     `weights` holds one tensor or, for a gate, two; `biases` and `pre` are empty or as long. The
     tensors of `pre` share their strides. `config.desc` needs `descriptors_allowed(...)`.
     """
+    from plait.ops.matmul.kernels import _matmul_kernel
+
     M, N = out.shape
     program = Program("matmul")
     if M == 0 or N == 0:
@@ -104,7 +60,7 @@ def plan_matmul(
     }
     return program.add(
         Launch(
-            kernels._matmul_kernel,
+            _matmul_kernel,
             grid=min(tiles, num_sms),
             args=args,
             num_warps=config.num_warps,
@@ -118,9 +74,8 @@ def _operands(
     x: torch.Tensor, weights: Sequence[torch.Tensor], config: Config, kn: bool
 ) -> dict[str, Any]:
     w0, w1 = weights[0], weights[-1]
-    block_x = [config.block_m, config.block_k]
     return {
-        "x": TensorDescriptor.from_tensor(x, block_x) if config.desc else x,
+        "x": row_operand(x, config),
         "w0": weight_operand(w0, config, kn),
         "w1": weight_operand(w1, config, kn),
         "stride_xm": x.stride(0),
@@ -153,11 +108,4 @@ def _epilogue_tensors(
     }
 
 
-__all__ = [
-    "descriptor_allowed",
-    "descriptors_allowed",
-    "dot_precision",
-    "plan_matmul",
-    "weight_operand",
-    "weights_are_kn",
-]
+__all__ = ["plan_matmul"]

@@ -6,15 +6,16 @@ Method: Flux (arXiv 2406.06858), with tiles in arrival order and the copy engine
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from plait.checks import check_min_ndim, check_tensor, normalize_dim
+from plait.checks import check_device, check_min_ndim, check_tensor, normalize_dim
 from plait.ops.matmul.reference import GATES, activation_backward_reference
 from plait.overlap import register as _register  # noqa: F401 - the operators that forward and backward call
-from plait.overlap.common.gradients import as_list, weight_gradient
-from plait.symm.group import Group, world_size_of
+from plait.overlap.common.gradients import as_list, check_main_grads, weight_gradient
+from plait.symm.group import Group
 
 
 def ag_gemm(
@@ -35,8 +36,9 @@ def ag_gemm(
 
     Args:
         x: this rank's shard [..., K], fp32, bf16 or fp16, any strides; [M_r, K] as a rule.
-        weight: [N, K] (any strides; a transposed [K, N] is read in place), or a list of weights that
-            share the gather and give a list of results. "swiglu" and "geglu" take two, [gate, up].
+        weight: [N, K] (any strides; a transposed [K, N] is read in place), or a list of weights
+            that share the gather and give a list of results. "swiglu" and "geglu" take two,
+            [gate, up].
         bias: [N], or a list as long as the weights.
         group: the ranks; each has its own N.
         gather_dim: dim of x that the ranks share. The last dim (K) runs unfused.
@@ -61,114 +63,130 @@ def ag_gemm(
     check_tensor("x", x)
     check_min_ndim("x", x, 2, "[..., K]")
     weights, biases = as_list("weight", weight), as_list("bias", bias)
+    main_grads = as_list("main_grad", main_grad)
+    for argument, tensors in (("x", [x]), ("weight", weights), ("bias", biases)):
+        for tensor in tensors:
+            # Here as well as in the operator, which for a meta tensor would only infer shapes.
+            check_device(argument, tensor, group.device, "group")
+    check_main_grads(main_grads, weights)
     name = activation or "none"
     options = _Options(
         group.name,
+        group.world_size,
         normalize_dim("gather_dim", gather_dim, x.dim()),
         list(rows_per_rank or []),
         name,
         out_dtype or x.dtype,
         impl,
         return_gathered,
+        len(weights),
+        main_grads,
     )
-    main_grads = as_list("main_grad", main_grad)
-    results = _AgGemm.apply(options, main_grads, len(weights), x, *weights, *biases)
+    tensors = (x, *weights, *biases)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        results = _AgGemm.apply(options, *tensors)
+    else:
+        # Less host time, and `torch.compile` counts arguments of a variadic forward wrongly here.
+        results = _run(options, x, weights, biases, False)
     outs = list(results[:-1]) if return_gathered else list(results)
     single = name in GATES or isinstance(weight, torch.Tensor)
     out = outs[0] if single else outs
     return (out, results[-1]) if return_gathered else out
 
 
+@dataclass
 class _Options:
-    """The arguments of one call that are not tensors."""
+    """The arguments of one call that `torch.compile` sees as constants, and the main_grads."""
 
-    def __init__(
-        self,
-        group: str,
-        gather_dim: int,
-        rows: list[int],
-        activation: str,
-        out_dtype: torch.dtype,
-        impl: str,
-        return_gathered: bool,
-    ) -> None:
-        self.group, self.gather_dim, self.rows, self.activation = (
-            group,
-            gather_dim,
-            rows,
-            activation,
-        )
-        self.out_dtype, self.impl, self.return_gathered = out_dtype, impl, return_gathered
+    group: str
+    world_size: int
+    gather_dim: int
+    rows: list[int]
+    activation: str
+    out_dtype: torch.dtype
+    impl: str
+    return_gathered: bool
+    num_weights: int
+    main_grads: list[torch.Tensor]
+
+    @property
+    def num_outs(self) -> int:
+        """Number of results without the gathered x."""
+        return 1 if self.activation in GATES else self.num_weights
+
+    def sizes(self, x: torch.Tensor) -> list[int]:
+        """Every rank's size along gather_dim."""
+        return self.rows or [x.shape[self.gather_dim]] * self.world_size
+
+
+def _run(
+    options: _Options,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[torch.Tensor],
+    save_pre: bool,
+) -> list[torch.Tensor]:
+    return torch.ops.plait.ag_gemm(
+        x, weights, biases, options.group, options.gather_dim, options.rows, options.activation,
+        options.out_dtype, options.impl, options.return_gathered, save_pre,
+    )  # fmt: skip
 
 
 class _AgGemm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, options: _Options, main_grads: list[torch.Tensor], num_weights: int, x: torch.Tensor,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        weights, biases = list(tensors[:num_weights]), list(tensors[num_weights:])
-        needs_grad = any(ctx.needs_input_grad)
-        save_pre = needs_grad and options.activation != "none"
-        results = torch.ops.plait.ag_gemm(
-            x, weights, biases, options.group, options.gather_dim, options.rows, options.activation,
-            options.out_dtype, options.impl, options.return_gathered, save_pre,
-        )  # fmt: skip
-        num_outs = 1 if options.activation in GATES else num_weights
-        pres = results[num_outs + int(options.return_gathered) :]
-        ctx.save_for_backward(x, *weights, *pres)
-        ctx.options, ctx.num_weights, ctx.num_outs, ctx.main_grads = (
-            options,
-            num_weights,
-            num_outs,
-            main_grads,
-        )
-        ctx.has_bias = bool(biases)
-        returned = results[: num_outs + int(options.return_gathered)]
-        return tuple(returned)
+        ctx: Any, options: _Options, x: torch.Tensor, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        weights, biases = list(tensors[: options.num_weights]), list(tensors[options.num_weights :])
+        save_pre = options.activation != "none"
+        results = _run(options, x, weights, biases, save_pre)
+        num_returned = options.num_outs + int(options.return_gathered)
+        ctx.save_for_backward(x, *weights, *results[num_returned:])
+        ctx.options, ctx.has_bias = options, bool(biases)
+        return tuple(results[:num_returned])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        options, count = ctx.options, ctx.num_weights
+        options, count = ctx.options, ctx.options.num_weights
         x, *saved = ctx.saved_tensors
         weights, pres = saved[:count], saved[count:]
-        grad_pres = _through_activation(options.activation, grads[: ctx.num_outs], pres, x.dtype)
-        need_x = ctx.needs_input_grad[3]
-        needs_weight = ctx.needs_input_grad[4 : 4 + count]
-        # One GEMM+RS for all weights: their gradients side by side, the weights on top of each other.
+        grad_pres = _through_activation(
+            options.activation, grads[: options.num_outs], pres, x.dtype
+        )
+        need_x = ctx.needs_input_grad[1]
+        needs_weight = ctx.needs_input_grad[2 : 2 + count]
+        # One GEMM+RS for all weights: gradients side by side, weights on top of each other.
         grad = grad_pres[0] if count == 1 else torch.cat(grad_pres, dim=-1)
         joined = weights[0] if count == 1 else torch.cat(weights, dim=0)
         need_weight = any(needs_weight)
-        rows = options.rows or [x.shape[options.gather_dim]] * world_size_of(options.group)
+        rows = options.sizes(x)
         grad_x: Any = None
         gathered: Any = None
         if need_x:
             # While the gradient of x is computed and scattered, the copy engine gathers x again.
             results = torch.ops.plait.gemm_rs(
-                grad, joined.t(), None, options.group, options.gather_dim, rows, x.dtype, x.dtype, options.impl,
-                x if need_weight else None,
+                grad, joined.t(), None, options.group, options.gather_dim, rows, x.dtype, x.dtype,
+                options.impl, x if need_weight else None,
             )  # fmt: skip
             grad_x, gathered = results[0], results[-1]
         elif need_weight:
             gathered = torch.ops.plait.all_gather(
                 x, options.group, options.gather_dim, rows, options.impl
             )
-        if options.return_gathered and grads[ctx.num_outs] is not None and need_x:
-            grad_x = grad_x + _scattered(grads[ctx.num_outs], x, options)
+        if options.return_gathered and grads[options.num_outs] is not None and need_x:
+            grad_x = grad_x + _scattered(grads[options.num_outs], x, options)
         grad_weights: list[Any] = [None] * count
         if need_weight:
             joined_grad = grad.flatten(0, -2).t() @ gathered.flatten(0, -2)
             pieces = joined_grad.split([w.shape[0] for w in weights], dim=0)
             grad_weights = [
-                weight_gradient(piece, need, ctx.main_grads, i)
+                weight_gradient(piece, need, options.main_grads, i)
                 for i, (piece, need) in enumerate(zip(pieces, needs_weight, strict=True))
             ]
         grad_biases = (
-            [g.flatten(0, -2).sum(0).to(x.dtype) for g in grad_pres]
-            if ctx.has_bias
-            else []
+            [g.flatten(0, -2).sum(0).to(x.dtype) for g in grad_pres] if ctx.has_bias else []
         )
-        return (None, None, None, grad_x, *grad_weights, *grad_biases)
+        return (None, grad_x, *grad_weights, *grad_biases)
 
 
 def _through_activation(
@@ -187,9 +205,8 @@ def _through_activation(
 
 
 def _scattered(grad: torch.Tensor, x: torch.Tensor, options: _Options) -> torch.Tensor:
-    rows = options.rows or [x.shape[options.gather_dim]] * world_size_of(options.group)
     return torch.ops.plait.reduce_scatter(
-        grad, options.group, options.gather_dim, rows, None, options.impl
+        grad, options.group, options.gather_dim, options.sizes(x), None, options.impl
     )
 
 

@@ -9,7 +9,8 @@ import torch
 from plait.collectives.segments import Segments, max_tile_rows
 from plait.device import device_info
 from plait.ops.matmul.configs import Config, default_config
-from plait.overlap.common.operands import Weights, tma_readable
+from plait.ops.matmul.operands import descriptor_allowed
+from plait.overlap.common.operands import Weights
 
 
 def choose_config(
@@ -20,7 +21,7 @@ def choose_config(
     A descriptor tile must stay within a segment's padded rows (see `padded_rows`), so its height is
     at most 128 and at most the segment's own rows, rounded up to a power of two.
     """
-    descriptors = (x.numel() == 0 or tma_readable(x)) and job.descriptors_allowed()
+    descriptors = (x.numel() == 0 or descriptor_allowed(x)) and job.descriptors_allowed()
     arch = device_info(device).arch
     rows = max(segments.max_rows, 1)
     config = default_config(

@@ -17,8 +17,9 @@ from plait.collectives.push import (
 )
 from plait.collectives.segments import Segments
 from plait.ops.matmul.configs import Config
+from plait.ops.matmul.operands import dot_precision, row_operand
 from plait.overlap.ag_gemm.configs import choose_config
-from plait.overlap.common.operands import Weights, block_args, dot_precision, row_block_operand
+from plait.overlap.common.operands import Weights, block_args
 from plait.schedules.partition import num_segmented_tiles
 from plait.symm import signals
 from plait.symm.group import Group
@@ -119,8 +120,8 @@ def _launch(
     num_tiles = num_segmented_tiles(segments.rows, -(-num_cols // config.block_n), config.block_m)
     args = {
         "ctx_ptr": region.ctx,
-        "x": row_block_operand(x, config),
-        "gathered": row_block_operand(gathered.view(-1, features), config),
+        "x": row_operand(x, config),
+        "gathered": row_operand(gathered.view(-1, features), config),
         "out_ptr": out,
         "pre0_ptr": pres[0] if pres else out,
         "pre1_ptr": pres[-1] if pres else out,

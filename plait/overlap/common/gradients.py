@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from plait.checks import check_tensor
+from plait.checks import check_dtype_in, check_same_device, check_shape, check_tensor
+from plait.errors import ArgumentError
 
 
 def as_list(
@@ -21,6 +22,23 @@ def as_list(
     return tensors
 
 
+def check_main_grads(main_grads: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> None:
+    """Raise unless there is no main_grad, or an fp32 one with the shape of each weight."""
+    if not main_grads:
+        return
+    if len(main_grads) != len(weights):
+        raise ArgumentError(
+            "main_grad", f"one for each of {len(weights)} weights", f"{len(main_grads)}",
+            "Pass a list as long as the weights, or none.",
+        )  # fmt: skip
+    for main_grad, weight in zip(main_grads, weights, strict=True):
+        check_shape(
+            "main_grad", main_grad, tuple(weight.shape), "its weight's", "Pass one like it."
+        )
+        check_dtype_in("main_grad", main_grad.dtype, (torch.float32,))
+        check_same_device("main_grad", main_grad, "weight", weight)
+
+
 def weight_gradient(
     grad: torch.Tensor, needed: bool, main_grads: Sequence[torch.Tensor], index: int
 ) -> torch.Tensor | None:
@@ -33,4 +51,4 @@ def weight_gradient(
     return grad
 
 
-__all__ = ["as_list", "weight_gradient"]
+__all__ = ["as_list", "check_main_grads", "weight_gradient"]

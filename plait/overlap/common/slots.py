@@ -62,8 +62,9 @@ def sum_slots(
 ):
     """Sum of one tile over all slots of this rank's region, in rank order, fp32 [BLOCK_M, BLOCK_N]."""
     rank = get_rank(ctx_ptr)
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for slot in range(get_world_size(ctx_ptr)):
+    first = slot_ptr(ctx_ptr, rank, 0, slot_rows, N, PARTIAL)
+    total = load_rows(first, row, num_rows, col, N, BLOCK_M, BLOCK_N)  # 0 + it would lose a -0.0
+    for slot in range(1, get_world_size(ctx_ptr)):
         part = slot_ptr(ctx_ptr, rank, slot, slot_rows, N, PARTIAL)
         total += load_rows(part, row, num_rows, col, N, BLOCK_M, BLOCK_N)
     return total

@@ -27,7 +27,7 @@ def check_operands(
     """Raise for operands that do not fit each other or the group."""
     check_one_of("impl", impl, IMPLS)
     check_one_of("activation", activation, (*ACTIVATIONS, *GATES))
-    allowed = (*FUSED_DTYPES, torch.float64) if impl == "reference" else FUSED_DTYPES
+    allowed = _dtypes(impl)
     check_dtype_in("x", x.dtype, allowed)
     check_dtype_in("out_dtype", out_dtype, allowed)
     if not weights:
@@ -67,4 +67,13 @@ def check_operands(
         check_shape("bias", bias, (weight.shape[0],), "N of its weight", "Pass a vector.")
 
 
-__all__ = ["FUSED_DTYPES", "IMPLS", "check_operands"]
+def check_reduce_dtype(reduce_dtype: torch.dtype, impl: str) -> None:
+    """Raise DtypeError for a dtype in which no partial sums travel."""
+    check_dtype_in("reduce_dtype", reduce_dtype, _dtypes(impl))
+
+
+def _dtypes(impl: str) -> tuple[torch.dtype, ...]:
+    return (*FUSED_DTYPES, torch.float64) if impl == "reference" else FUSED_DTYPES
+
+
+__all__ = ["FUSED_DTYPES", "IMPLS", "check_operands", "check_reduce_dtype"]

@@ -88,12 +88,12 @@ class _GemmAr(torch.autograd.Function):
         group, impl, replicated = ctx.options
         own = grad.to(x.dtype)
         # The bias is added on every rank's own result, so its gradient is that of the own result.
-        grad_bias = own.reshape(-1, own.shape[-1]).sum(0) if ctx.has_bias else None
+        grad_bias = own.flatten(0, -2).sum(0) if ctx.has_bias else None
         whole = own if replicated else torch.ops.plait.all_reduce(own, group, None, "auto", impl)
         grad_x = torch.matmul(whole, weight) if ctx.needs_input_grad[0] else None
         grad_weight: Any = None
         if ctx.needs_input_grad[1]:
-            product = whole.reshape(-1, whole.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+            product = whole.flatten(0, -2).t() @ x.flatten(0, -2)
             grad_weight = weight_gradient(product, True, ctx.main_grads, 0)
         return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, None
 

@@ -11,12 +11,10 @@ from plait.collectives.push import open_region
 from plait.collectives.segments import Segments
 from plait.errors import CapacityError
 from plait.ops.matmul.configs import Config
+from plait.ops.matmul.operands import descriptor_allowed, dot_precision, row_operand
 from plait.overlap.common.operands import (
     Weights,
     block_args,
-    dot_precision,
-    row_block_operand,
-    tma_readable,
     triton_dtype,
 )
 from plait.overlap.common.slot_config import agreed_config, piece_columns, tiles_of
@@ -47,14 +45,13 @@ def run_gemm_ar(
     """Fill `out` [M, N] from `x` [M, K]; beyond the workspace's capacity in slices of rows."""
     num_rows = x.shape[0]
     limit = _slice_rows(group, x, weight, out, reduce_dtype, algorithm)
+    call = f"gemm_ar {algorithm} M={num_rows} N={weight.num_cols} {x.dtype} partial={reduce_dtype}"
     for first in range(0, num_rows, limit):
         rows, part = x[first : first + limit], out[first : first + limit]
-        region = group.take_region(
-            _region_bytes(group, rows.shape[0], weight, out, reduce_dtype, algorithm)
-        )
+        nbytes = _region_bytes(group, rows.shape[0], weight, out, reduce_dtype, algorithm)
+        region = group.take_region(nbytes, call)
         program = plan_gemm_ar(group, region, rows, weight, part, reduce_dtype, algorithm)
-        call = f"gemm_ar {algorithm} M={num_rows} N={weight.num_cols} {x.dtype} partial={reduce_dtype} first={first}"
-        group.run(program, call)
+        group.run(program, f"{call} first={first}")
 
 
 def plan_gemm_ar(
@@ -104,7 +101,7 @@ def _common_args(
     operands = weight.kernel_args(config, out)
     return {
         "ctx_ptr": region.ctx,
-        "x": row_block_operand(x, config),
+        "x": row_operand(x, config),
         "w": operands["w0"],
         "bias_ptr": operands["bias0_ptr"],
         "out_ptr": out,
@@ -130,7 +127,7 @@ def _segments(group: Group, num_rows: int) -> Segments:
 
 
 def _config(group: Group, x: torch.Tensor, weight: Weights, algorithm: Algorithm) -> Config:
-    descriptors = tma_readable(x) and weight.descriptors_allowed()
+    descriptors = descriptor_allowed(x) and weight.descriptors_allowed()
     num_rows = x.shape[0]
     segment_rows = num_rows if algorithm == "one_shot" else _segments(group, num_rows).max_rows
     return agreed_config(

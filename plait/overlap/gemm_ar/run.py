@@ -9,7 +9,7 @@ from plait.collectives import all_reduce as _all_reduce  # noqa: F401 - register
 from plait.overlap.common.chooser import choose
 from plait.overlap.common.operands import Weights
 from plait.overlap.common.unfused import linear
-from plait.overlap.common.validate import FUSED_DTYPES, check_operands
+from plait.overlap.common.validate import check_operands, check_reduce_dtype
 from plait.overlap.gemm_ar.launch import choose_algorithm, run_gemm_ar
 from plait.overlap.gemm_ar.reference import gemm_ar_reference
 from plait.symm.group import get_group
@@ -33,7 +33,7 @@ def forward(
     check_operands(group, x, [weight], [] if bias is None else [bias], "none", out_dtype, impl)
     check_shape("weight", weight, ("N", x.shape[-1]), "K of x", "Pass weight as [N, K].")
     check_one_of("algorithm", algorithm, ALGORITHMS)
-    check_one_of("reduce_dtype", reduce_dtype, (*FUSED_DTYPES, torch.float64))
+    check_reduce_dtype(reduce_dtype, impl)
     chosen = choose("gemm_ar", group, impl, None)
     if chosen == "reference":
         xs = group.exchange_tensor("gemm_ar reference", x)

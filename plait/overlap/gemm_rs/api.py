@@ -34,7 +34,8 @@ def gemm_rs(
     Args:
         x: [..., K] with this rank's K, fp32, bf16 or fp16, any strides; [M, K] as a rule.
         weight: [N, K], any strides; N is the same on every rank.
-        bias: [N], added once, to the own rows after the sum. Its gradient is that of the own rows.
+        bias: [N], added once, to the own rows after the sum; where N is shared out, the bias of the
+            own columns. Its gradient is that of the own rows.
         group: the ranks.
         scatter_dim: dim of the result that is shared out. The last dim (N) runs unfused.
         rows_per_rank: every rank's size along scatter_dim (0 allowed); default equal shares.
@@ -104,13 +105,11 @@ class _GemmRs(torch.autograd.Function):
             whole = torch.ops.plait.all_gather(own, group, dim, rows, impl)
         grad_weight: Any = None
         if need_weight:
-            flat = whole.reshape(-1, whole.shape[-1])
-            grad_weight = weight_gradient(
-                flat.t() @ x.reshape(-1, x.shape[-1]), True, ctx.main_grads, 0
-            )
+            flat = whole.flatten(0, -2)
+            grad_weight = weight_gradient(flat.t() @ x.flatten(0, -2), True, ctx.main_grads, 0)
         grad_bias: Any = None
         if ctx.has_bias:
-            grad_bias = own.reshape(-1, own.shape[-1]).sum(0)
+            grad_bias = own.flatten(0, -2).sum(0)
         return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, None
 
 

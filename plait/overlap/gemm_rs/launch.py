@@ -12,12 +12,10 @@ from plait.collectives.push import gather_bytes, open_region
 from plait.collectives.segments import Segments
 from plait.errors import CapacityError
 from plait.ops.matmul.configs import Config
+from plait.ops.matmul.operands import descriptor_allowed, dot_precision, row_operand
 from plait.overlap.common.operands import (
     Weights,
     block_args,
-    dot_precision,
-    row_block_operand,
-    tma_readable,
     triton_dtype,
 )
 from plait.overlap.common.slot_config import agreed_config, piece_columns, tiles_of
@@ -51,14 +49,15 @@ def run_gemm_rs(
     call = f"gemm_rs M={segments.rows} N={weight.num_cols} {x.dtype} partial={reduce_dtype}"
     for part in segments.slices(limit):
         first = part.first[group.rank]
-        region = group.take_region(_slot_bytes(part, weight.num_cols, reduce_dtype))
+        region = group.take_region(_slot_bytes(part, weight.num_cols, reduce_dtype), call)
         rows = slice(first, first + part.rows[group.rank])
         program = Program("gemm_rs", members=group.members)
         before: list[Command] = []
         after: list[Command] = []
         if gather is not None:
             own = gather.x[rows]
-            gather_region = group.take_region(gather_bytes(part, own.shape[1] * own.element_size()))
+            row_bytes = own.shape[1] * own.element_size()
+            gather_region = group.take_region(gather_bytes(part, row_bytes), call)
             before = start_gather(group, gather_region, own, part)
             after = end_gather(group, gather_region, own, part, gather.whole)
         program.add(
@@ -86,7 +85,7 @@ def plan_gemm_rs(
     operands = weight.kernel_args(config, out)
     args = {
         "ctx_ptr": region.ctx,
-        "x": row_block_operand(x, config),
+        "x": row_operand(x, config),
         "w": operands["w0"],
         "bias_ptr": operands["bias0_ptr"],
         "out_ptr": out,
@@ -115,7 +114,7 @@ def plan_gemm_rs(
 
 
 def _config(group: Group, x: torch.Tensor, weight: Weights, segments: Segments) -> Config:
-    descriptors = segments.contiguous and tma_readable(x) and weight.descriptors_allowed()
+    descriptors = segments.contiguous and descriptor_allowed(x) and weight.descriptors_allowed()
     rows = max(segments.max_rows, 1)
     return agreed_config(
         rows,

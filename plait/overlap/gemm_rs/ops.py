@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from plait.symm.group import world_size_of
+from plait.collectives.sizes import inferred_share
 
 _library = torch.library.Library("plait", "FRAGMENT")
 _library.define(
@@ -56,7 +56,7 @@ def _gemm_rs_fake(
     gather: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     shape = [*x.shape[:-1], weight.shape[0]]
-    shape[scatter_dim] = scattered_size(shape[scatter_dim], group, rows_per_rank)
+    shape[scatter_dim] = inferred_share(shape[scatter_dim], group, rows_per_rank)
     outs = [x.new_empty(shape, dtype=out_dtype)]
     if gather is not None:
         whole = list(gather.shape)
@@ -65,15 +65,4 @@ def _gemm_rs_fake(
     return outs
 
 
-def scattered_size(size: int, group: str, rows_per_rank: Sequence[int]) -> int:
-    """A rank's size along the scattered dim during shape inference."""
-    if not rows_per_rank:
-        return size // world_size_of(group)
-    first = rows_per_rank[0]
-    if all(rows == first for rows in rows_per_rank):
-        return first
-    # One graph serves all ranks and their shares differ: the size is known only when it runs.
-    return torch.library.get_ctx().new_dynamic_size()
-
-
-__all__ = ["scattered_size"]
+__all__: list[str] = []

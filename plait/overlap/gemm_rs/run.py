@@ -12,7 +12,7 @@ from plait.collectives.sizes import scattered_sizes
 from plait.overlap.common.chooser import choose
 from plait.overlap.common.operands import Weights
 from plait.overlap.common.unfused import linear
-from plait.overlap.common.validate import check_operands
+from plait.overlap.common.validate import check_operands, check_reduce_dtype
 from plait.overlap.gemm_rs.launch import Gather, run_gemm_rs
 from plait.overlap.gemm_rs.reference import gemm_rs_reference
 from plait.symm.group import Group, get_group
@@ -33,11 +33,16 @@ def forward(
     """The implementation of `plait::gemm_rs`."""
     group = get_group(group_name)
     check_min_ndim("x", x, 2, "[..., K]")
-    check_operands(group, x, [weight], [] if bias is None else [bias], "none", out_dtype, impl)
-    check_shape("weight", weight, ("N", x.shape[-1]), "K of x", "Pass weight as [N, K].")
     last_dim = scatter_dim == x.dim() - 1
+    biases = [] if bias is None or last_dim else [bias]
+    check_operands(group, x, [weight], biases, "none", out_dtype, impl)
+    check_shape("weight", weight, ("N", x.shape[-1]), "K of x", "Pass weight as [N, K].")
+    check_reduce_dtype(reduce_dtype, impl)
     size = weight.shape[0] if last_dim else x.shape[scatter_dim]
     sizes = scattered_sizes(size, group.world_size, rows_per_rank)
+    if bias is not None and last_dim:
+        own = weight[: sizes[group.rank]]  # the bias is that of the own columns
+        check_operands(group, x, [own], [bias], "none", out_dtype, impl)
     chosen = choose(
         "gemm_rs", group, impl, "scatter_dim is the last dim, which is N" if last_dim else None
     )
@@ -69,10 +74,7 @@ def _unfused(
     partial = linear(x, weight).to(reduce_dtype)
     total = reduce_scatter_partials(group, partial, scatter_dim, sizes, out_dtype=torch.float32)
     if bias is not None:
-        part = bias
-        if scatter_dim == x.dim() - 1:
-            part = bias.narrow(0, sum(sizes[: group.rank]), sizes[group.rank])
-        total = total + part.to(torch.float32)
+        total = total + bias.to(torch.float32)
     return total.to(out_dtype)
 
 

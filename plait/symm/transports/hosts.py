@@ -47,6 +47,8 @@ class Hosts:
         self.store = PrefixStore(self.name, default_store.clone())
         self.store.set_timeout(timeout)
         self.gloo: Any = ProcessGroupGloo(self.store, self.rank, self.world_size, timeout)
+        # A rank that closed at once would break the connections that its peers are still making.
+        self.gloo.barrier().wait()
 
     @property
     def world_size(self) -> int:

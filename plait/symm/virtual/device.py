@@ -25,7 +25,7 @@ from plait.symm.virtual.streams import BlockActor, Event, Record, Stream, Wait, 
 _STEP_NS = 100.0
 _LINK_BYTES_PER_NS = 360.0
 _LOCAL_BYTES_PER_NS = 2000.0
-_COPY_LATENCY_NS = 2000.0
+_COPY_NS = 1000.0  # of any copy, a 4-byte signal included
 _LAUNCH_NS = 3000.0
 
 
@@ -55,6 +55,7 @@ class VirtualDevice:
         self._resident = [0] * world_size
         self._hub = greenlet.getcurrent()
         self._events = 0
+        self._word_times: dict[int, float] = {}  # when each word was last set
         self._sleepers: dict[int, list[BlockActor]] = {}
         self._regions: list[
             tuple[int, int, int]
@@ -264,15 +265,15 @@ class VirtualDevice:
         if isinstance(command, Copy):
             command.dst.detach().copy_(command.src.detach())
             rate = _LINK_BYTES_PER_NS if item.peer not in (None, item.rank) else _LOCAL_BYTES_PER_NS
-            end_ns += item.nbytes / rate
+            end_ns += _COPY_NS + item.nbytes / rate
             self.observer.copied(
                 item, _addresses(command.dst), _addresses(command.src), command.dst.element_size()
             )
         elif isinstance(command, Signal):
             command.word.copy_(command.mirror)
-            end_ns += _COPY_LATENCY_NS
+            end_ns += _COPY_NS
             self.observer.signalled(item, command.word.data_ptr())
-            self._wake(command.word.data_ptr(), end_ns)
+            self._word_set(command.word.data_ptr(), end_ns)
         elif isinstance(command, Call):
             with torch.no_grad():
                 command.fn()
@@ -306,7 +307,7 @@ class VirtualDevice:
         assert self.actor is not None
         for word in list(self._sleepers):
             if np.any(addresses == word):
-                self._wake(word, self.actor.now_ns)
+                self._word_set(word, self.actor.now_ns)
 
     def atomic(
         self, address: int, run: Callable[[], Any], sem: str, scope: str, poll: bool, site: Site
@@ -338,7 +339,9 @@ class VirtualDevice:
             site=site,
         )
         if not poll:
-            self._wake(address, actor.now_ns)
+            self._word_set(address, actor.now_ns)
+        elif actor.asleep_on is None:
+            self._catch_up(actor, self._word_times.get(address, 0.0))
         if actor.asleep_on is not None:
             self._hub.switch()
         return result
@@ -359,6 +362,10 @@ class VirtualDevice:
                 return self._members[start][int(peer)]
         return None
 
+    def _word_set(self, address: int, at_ns: float) -> None:
+        self._word_times[address] = at_ns
+        self._wake(address, at_ns)
+
     def _wake(self, address: int, at_ns: float) -> None:
         words = list(self._sleepers) if address in self.wake_words else [address]
         for word in words:
@@ -368,6 +375,13 @@ class VirtualDevice:
                 running, self.actor = self.actor, sleeper
                 self.observer.block_woken(sleeper.block)
                 self.actor = running
+
+    def _catch_up(self, actor: BlockActor, set_at_ns: float) -> None:
+        """A block that finds a word set has waited until it was, by its own virtual clock."""
+        if set_at_ns + _STEP_NS > actor.now_ns:
+            self.observer.block_asleep(actor.block, 0)
+            actor.now_ns = set_at_ns + _STEP_NS
+            self.observer.block_woken(actor.block)
 
     def retry_sleepers(self) -> bool:
         """Let every sleeping block poll once more; False if nothing happened since the last retry.

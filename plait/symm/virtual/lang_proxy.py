@@ -279,9 +279,12 @@ def _patch_conversions() -> None:
         return core.tensor(handle, core.block_type(self.dtype, shape))
 
     core.dtype.to_ir = to_ir
-    core.tensor.__bool__ = as_bool
-    core.tensor.__index__ = as_index
-    core.tensor.T = property(transposed)
+    for name, value in (
+        ("__bool__", as_bool),
+        ("__index__", as_index),
+        ("T", property(transposed)),
+    ):
+        setattr(core.tensor, name, value)
 
 
 def _signed_type(dtype: Any, builder: Any) -> Any:

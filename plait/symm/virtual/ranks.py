@@ -193,7 +193,7 @@ class World:
             index = self.schedule.choose(candidates)
             if index < len(hosts):
                 self._resume(hosts[index])
-            else:
+            elif self.virtual_device is not None:
                 self.virtual_device.step(work[index - len(hosts)])
             steps += 1
             if steps > self.max_steps:
@@ -301,10 +301,6 @@ class VirtualExecutor(Executor):
     def synchronize(self) -> None:
         """Programs have ended when `run` returns; this only lets others run."""
         self._drain("synchronizes", ("main", "comm"))
-
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """What a rank's thread holds while it runs: nothing on the CPU."""
-        return contextlib.nullcontext()
 
     def _drain(self, why: str, ordered: tuple[str, ...]) -> None:
         device = self.world.virtual_device

@@ -2,9 +2,7 @@
 
 import pytest
 
-from plait.check.explore import explore
-from plait.cli.check_cases import CASES
-from tests.host.check.mutant_table import table, verify
+from tests.host.check.mutant_table import table, verify, verify_clean, verify_equivalents
 
 OPERATOR = "ag_gemm"
 
@@ -15,8 +13,7 @@ def test_mutant(name):
 
 
 def test_equivalents_name_mutants():
-    for each in CASES[OPERATOR].equivalents:
-        assert any(each.covers(name) for name in table(OPERATOR)), each.name
+    verify_equivalents(OPERATOR)
 
 
 def test_the_table_covers_the_protocol():
@@ -38,9 +35,4 @@ def test_the_table_covers_the_protocol():
 
 
 def test_without_a_mutant_nothing_is_found():
-    case = CASES[OPERATOR]
-    outcome = explore(case.run, 24, case.rounds, case.world_size)
-    assert outcome.finding is None, outcome.finding.report
-    assert len(outcome.attempts) == 24
-    assert len({attempt.plan for attempt in outcome.attempts}) == 24
-    assert all(attempt.steps > 100 for attempt in outcome.attempts)
+    verify_clean(OPERATOR, 24)

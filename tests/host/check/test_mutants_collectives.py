@@ -2,28 +2,23 @@
 
 import pytest
 
-from plait.check.explore import explore
-from plait.cli.check_cases import CASES
-from tests.host.check.mutant_table import table, verify
+from tests.host.check.mutant_table import verify_clean, verify_equivalents, verify_part
 
-OPERATORS = ("barrier", "all_gather")
+OPERATORS = ("barrier", "all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+PARTS = 2
 
 
-@pytest.mark.parametrize(
-    ("operator", "name"), [(operator, name) for operator in OPERATORS for name in table(operator)]
-)
-def test_mutant(operator, name):
-    verify(operator, name)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_mutants(operator, part):
+    verify_part(operator, part, PARTS)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_equivalents_name_mutants(operator):
-    for each in CASES[operator].equivalents:
-        assert any(each.covers(name) for name in table(operator)), each.name
+    verify_equivalents(operator)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_without_a_mutant_nothing_is_found(operator):
-    case = CASES[operator]
-    outcome = explore(case.run, 7, case.rounds, case.world_size)
-    assert outcome.finding is None, outcome.finding.report
+    verify_clean(operator, 8)

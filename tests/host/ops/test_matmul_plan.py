@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from plait.ops.matmul.configs import Config, candidates, default_config, is_valid
-from plait.ops.matmul.launch import descriptors_allowed, plan_matmul, weights_are_kn
+from plait.ops.matmul.launch import plan_matmul
+from plait.ops.matmul.operands import descriptors_allowed, weights_are_kn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (1, 16, 17, 100, 4096, 49152)

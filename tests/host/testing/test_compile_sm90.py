@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from plait.ops.matmul.configs import Config, default_config
-from plait.ops.matmul.launch import descriptors_allowed, plan_matmul
+from plait.ops.matmul.launch import plan_matmul
+from plait.ops.matmul.operands import descriptors_allowed
 from plait.testing.compile_sm90 import Ptx, assert_before, compile_for
 
 pytestmark = pytest.mark.newest_triton

@@ -1,0 +1,82 @@
+"""How GEMM kernels read their operands: tensor descriptors where the hardware takes them.
+
+Shapes: x [M, K], weights [N, K] in either layout. Needs no Triton until an operand is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from plait.ops.matmul.configs import Config, has_descriptors
+
+_DESCRIPTOR_ALIGNMENT_BYTES = 16
+
+
+def descriptor_allowed(tensor: torch.Tensor) -> bool:
+    """Whether a 2-D tensor can be read through a tensor descriptor as it lies in memory.
+
+    Its rows must be contiguous, not overlap, and start at multiples of 16 bytes.
+    """
+    rows, columns = tensor.shape
+    row_bytes = tensor.stride(0) * tensor.element_size()
+    return (
+        rows > 0
+        and columns > 0
+        and tensor.stride(1) == 1
+        and tensor.stride(0) >= columns
+        and row_bytes % _DESCRIPTOR_ALIGNMENT_BYTES == 0
+        and tensor.data_ptr() % _DESCRIPTOR_ALIGNMENT_BYTES == 0
+    )
+
+
+def weights_are_kn(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether all weights [N, K] lie in memory as [K, N], such as `stored.t()`."""
+    return all(weight.stride(0) == 1 and weight.stride(1) != 1 for weight in weights)
+
+
+def descriptors_allowed(x: torch.Tensor, weights: Sequence[torch.Tensor], arch: str) -> bool:
+    """Whether x and all weights can be read through tensor descriptors on `arch`."""
+    stored = [weight.t() for weight in weights] if weights_are_kn(weights) else weights
+    return has_descriptors(arch) and all(descriptor_allowed(each) for each in (x, *stored))
+
+
+def row_operand(matrix: torch.Tensor, config: Config) -> Any:
+    """What the tile loop reads x [M, K] through: a descriptor, or the tensor's address."""
+    return _descriptor(matrix, config.block_m, config.block_k) if config.desc else matrix
+
+
+def weight_operand(weight: torch.Tensor, config: Config, kn: bool) -> Any:
+    """What the tile loop reads a weight [N, K] through; `kn`: it lies in memory as [K, N]."""
+    if not config.desc:
+        return weight
+    if kn:
+        return _descriptor(weight.t(), config.block_k, config.block_n)
+    return _descriptor(weight, config.block_n, config.block_k)
+
+
+def _descriptor(matrix: torch.Tensor, block_rows: int, block_columns: int) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    if matrix.numel() == 0:
+        # A rank without rows never loads; the descriptor still needs a valid address.
+        matrix = matrix.new_empty(1, max(matrix.shape[1], _DESCRIPTOR_ALIGNMENT_BYTES))
+    return TensorDescriptor.from_tensor(matrix, [block_rows, block_columns])
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """`input_precision` of fp32 products: "tf32" where torch is told to allow it, else "ieee"."""
+    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if dtype is torch.float32 and tf32 else "ieee"
+
+
+__all__ = [
+    "descriptor_allowed",
+    "descriptors_allowed",
+    "dot_precision",
+    "row_operand",
+    "weight_operand",
+    "weights_are_kn",
+]
