@@ -48,7 +48,7 @@ _resolvers: list[Resolver] = []
 
 
 def add_resolver(resolver: Resolver) -> None:
-    """Ask `resolver` first which executor serves a device; it answers None when it does not know."""
+    """Ask `resolver` first which executor serves a device; None says that it does not know."""
     _resolvers.insert(0, resolver)
 
 

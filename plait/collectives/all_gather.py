@@ -59,27 +59,22 @@ def all_gather(
     check_tensor("x", x)
     check_min_ndim("x", x, 1, "[..., dim, ...]")
     dim = normalize_dim("dim", dim, x.dim())
-    return _AllGather.apply(x, group.name, dim, list(rows_per_rank or []), impl)
+    return _AllGather.apply(x, group.name, group.world_size, dim, list(rows_per_rank or []), impl)
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, group: str, dim: int, rows: list[int], impl: str
+        ctx: Any, x: torch.Tensor, group: str, world_size: int, dim: int, rows: list[int], impl: str
     ) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.rows, ctx.impl, ctx.size = group, dim, rows, impl, x.shape[dim]
+        ctx.group, ctx.dim, ctx.impl = group, dim, impl
+        ctx.rows = rows or [x.shape[dim]] * world_size
         return torch.ops.plait.all_gather(x, group, dim, rows, impl)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        rows = ctx.rows or [ctx.size] * world_size_of(ctx.group)
-        return (
-            torch.ops.plait.reduce_scatter(grad, ctx.group, ctx.dim, rows, None, ctx.impl),
-            None,
-            None,
-            None,
-            None,
-        )
+        grad_x = torch.ops.plait.reduce_scatter(grad, ctx.group, ctx.dim, ctx.rows, None, ctx.impl)
+        return grad_x, None, None, None, None, None
 
 
 def gather_whole(
@@ -106,7 +101,7 @@ def gather_whole(
     rows, flat = x.contiguous().view(-1, shape[-1]), whole.view(-1, shape[-1])
     row_bytes = shape[-1] * x.element_size()
     for part in segments.slices(slice_rows(segments, row_bytes, group.workspace.capacity_bytes)):
-        region = group.take_region(gather_bytes(part, row_bytes))
+        region = group.take_region(gather_bytes(part, row_bytes), call)
         first = part.first[group.rank]
         own = rows[first : first + part.rows[group.rank]]
         program = Program("all_gather", members=group.members)

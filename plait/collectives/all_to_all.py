@@ -181,7 +181,7 @@ def _exchange_rows(
     slots = Segments.of((max_rows * group.world_size, features), 0, (max_rows,) * group.world_size)
     for piece in slots.slices(slice_rows(slots, row_bytes, group.workspace.capacity_bytes)):
         cut = slice(piece.first[0], piece.first[0] + piece.max_rows)
-        region = group.take_region(gather_bytes(piece, row_bytes))
+        region = group.take_region(gather_bytes(piece, row_bytes), call)
         program = _plan(group, region, [p[cut] for p in parts], [p[cut] for p in places], piece)
         group.run(program, f"{call} first={piece.first[0]} of {max_rows}")
     return out

@@ -7,8 +7,6 @@ READY + sender * num_chunks + chunk.
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,9 +15,9 @@ import torch
 from plait.backends.commands import Command, Copy, Launch, Signal, StreamWait
 from plait.collectives.segments import Segments, padded_rows
 from plait.errors import CapacityError
-from plait.settings import settings
 from plait.symm import signals
 from plait.symm.group import Group
+from plait.symm.regions import close_region, open_region
 from plait.symm.workspace import Region
 
 _CHUNK_BYTES = 4 << 20  # smaller copies do not fill a link
@@ -71,34 +69,6 @@ def slice_rows(segments: Segments, row_bytes: int, capacity_bytes: int) -> int:
             remedy="Raise PLAIT_WORKSPACE_BYTES: not even one row a rank fits.",
         )
     return max(rows, 1)
-
-
-_calls = itertools.count()
-
-
-def open_region(region: Region, num_arrivals: int, operator: signals.Operator) -> Launch:
-    """The prologue: advance the region's epoch when the peers have consumed the last one."""
-    from plait.symm.kernels import _prologue_kernel
-
-    limit_us = settings().prologue_delay_us
-    # A share of the limit that differs by rank and call, and is the same in every run.
-    share = random.Random(hash((region.rank, next(_calls)))).random() if limit_us else 0.0
-    delay_ns = int(limit_us * share * 1000)
-    args = {
-        "ctx_ptr": region.ctx,
-        "num_arrivals": num_arrivals,
-        "delay_ns": delay_ns,
-        "OP": int(operator),
-        "HAS_DELAY": limit_us > 0,
-    }
-    return Launch(_prologue_kernel, 1, args, num_warps=1)
-
-
-def close_region(region: Region) -> Launch:
-    """The stand-alone finish, for calls whose last reader is not a kernel that finishes itself."""
-    from plait.symm.kernels import _finish_kernel
-
-    return Launch(_finish_kernel, 1, {"ctx_ptr": region.ctx}, num_warps=1)
 
 
 def push_tensors(

@@ -48,7 +48,7 @@ def sum_over_ranks(
     segments = Segments.of((sum(lengths), 1), 0, lengths)
     limit = min(slice_rows(segments, itemsize, group.workspace.capacity_bytes), _MAX_SLICE_ELEMENTS)
     for piece in segments.slices(limit):
-        region = group.take_region(gather_bytes(piece, itemsize))
+        region = group.take_region(gather_bytes(piece, itemsize), call)
         cuts = [
             slice(first, first + rows) for first, rows in zip(piece.first, piece.rows, strict=True)
         ]

@@ -16,6 +16,7 @@ from plait.backends.commands import Launch, Program
 from plait.errors import GroupError, PeerTimeoutError, RanksDisagreeError, UnsupportedError
 from plait.settings import settings
 from plait.symm import signals
+from plait.symm.regions import close_region, open_region
 from plait.symm.transports.base import SymmetricBuffer, Transport
 from plait.symm.workspace import BARRIER_REGION, Region, Workspace
 
@@ -189,6 +190,45 @@ class Group:
         if self.device.type == "cpu":
             self.check()
 
+    def launch(
+        self,
+        kernel: Any,
+        grid: int,
+        *,
+        region: Region | None = None,
+        num_warps: int = 4,
+        num_stages: int = 3,
+        operator: str = "user",
+        **args: Any,
+    ) -> None:
+        """Run a kernel of your own, on every rank of the group if it signals or waits.
+
+        Args:
+            kernel: a `@triton.jit` function; it may call what `plait.symm.lang` offers.
+            grid: blocks of its 1-D grid. Blocks that wait must all be resident: at most
+                `executor.num_sms`.
+            region: from `take_region(nbytes)`: room for data and signal words on every rank. The
+                kernel gets it as `ctx_ptr`. It is opened before and closed after the kernel, so
+                that no peer writes into it before this rank has read what the last call left.
+            operator: name of the call in timelines and disagreements.
+            args: the kernel's other arguments by name, constexprs included.
+
+        Within one call each word READY + i of a rank has one writer, and every signal that is sent
+        to a rank is waited for by that rank. PeerTimeoutError: a peer never came; UnsupportedError:
+        the ranks share no memory.
+        """
+        program = Program(operator, members=self.members)
+        if region is None:
+            program.add(Launch(kernel, grid, args, num_warps, num_stages))
+        else:
+            context = {"ctx_ptr": region.ctx, **args}
+            program.add(
+                open_region(region, 1, signals.Operator.USER),
+                Launch(kernel, grid, context, num_warps, num_stages),
+                close_region(region),
+            )
+        self.run(program, f"{operator} {kernel.__name__}")
+
     def agree(self, call: str) -> None:
         """Raise RanksDisagreeError on every rank if another made a different call here.
 
@@ -206,7 +246,7 @@ class Group:
                 raise RanksDisagreeError(dict(enumerate(signatures)))
 
     def exchange_tensor(self, call: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Collective on the host: copies of every rank's tensor, shapes may differ. For references."""
+        """Collective on the host: copies of every rank's tensor, of any shape. For references."""
         self.check()
         self.agree(call)
         own = tensor.detach().clone()
@@ -321,7 +361,7 @@ def get_group(name: str) -> Group:
         argument="group",
         expected="the name of an open group of this rank",
         got=repr(name),
-        remedy="Pass the Group that run_virtual or Group.from_process_group gave; it may be closed.",
+        remedy="Pass the open Group that run_virtual or Group.from_process_group gave.",
     )
 
 

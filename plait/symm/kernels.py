@@ -20,7 +20,7 @@ def _prologue_kernel(ctx_ptr, num_arrivals, delay_ns, OP: tl.constexpr, HAS_DELA
 
 @triton.jit
 def _finish_kernel(ctx_ptr):
-    """One block: tell the peers that this region is consumed, after all earlier work of the stream."""
+    """One block: tell the peers that this region is consumed, after the stream's earlier work."""
     finish(ctx_ptr, get_epoch(ctx_ptr))
 
 

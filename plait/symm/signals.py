@@ -76,7 +76,28 @@ def describe_word(word: int) -> str:
 
 
 __all__ = [
-    "ABORT", "ABORT_CLAIMED", "ABORT_RECORDED", "ARRIVED", "CONSUMED", "CTX_DEADLINE_NS", "CTX_MIRROR", "CTX_RANK", "CTX_REGION",
-    "CTX_STATUS", "CTX_WORDS", "CTX_WORLD_SIZE", "EPOCH", "GROUP_WORDS", "MAX_RANKS", "NUM_READY_WORDS", "NUM_RECORD_WORDS",
-    "READY", "RECORD", "REGION_WORDS", "TARGET", "Operator", "describe_word", "region_offset",
-]  # fmt: skip
+    "ABORT",
+    "ABORT_CLAIMED",
+    "ABORT_RECORDED",
+    "ARRIVED",
+    "CONSUMED",
+    "CTX_DEADLINE_NS",
+    "CTX_MIRROR",
+    "CTX_RANK",
+    "CTX_REGION",
+    "CTX_STATUS",
+    "CTX_WORDS",
+    "CTX_WORLD_SIZE",
+    "EPOCH",
+    "GROUP_WORDS",
+    "MAX_RANKS",
+    "NUM_READY_WORDS",
+    "NUM_RECORD_WORDS",
+    "READY",
+    "RECORD",
+    "REGION_WORDS",
+    "TARGET",
+    "Operator",
+    "describe_word",
+    "region_offset",
+]

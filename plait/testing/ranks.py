@@ -116,7 +116,7 @@ def _executors(
     if device.type == "cuda":
         from plait.backends.nvidia.executor import CudaExecutor
 
-        # Every rank has streams of its own: on a shared stream a waiting kernel would block its peers.
+        # Every rank has its own streams: on a shared one a waiting kernel would block its peers.
         return None, [
             virtual.TwoPhaseExecutor(world, rank, CudaExecutor(device, own_main=True))
             for rank in range(world.world_size)

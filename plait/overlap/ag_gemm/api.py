@@ -13,7 +13,7 @@ import torch
 
 from plait.checks import check_device, check_min_ndim, check_tensor, normalize_dim
 from plait.ops.matmul.reference import GATES, activation_backward_reference
-from plait.overlap import register as _register  # noqa: F401 - the operators that forward and backward call
+from plait.overlap import register as _register  # noqa: F401 - forward and backward call these
 from plait.overlap.common.gradients import as_list, check_main_grads, weight_gradient
 from plait.symm.group import Group
 
@@ -177,11 +177,11 @@ class _AgGemm(torch.autograd.Function):
             grad_x = grad_x + _scattered(grads[options.num_outs], x, options)
         grad_weights: list[Any] = [None] * count
         if need_weight:
-            joined_grad = grad.flatten(0, -2).t() @ gathered.flatten(0, -2)
-            pieces = joined_grad.split([w.shape[0] for w in weights], dim=0)
+            flat = gathered.flatten(0, -2)
+            main_grads = options.main_grads or [None] * count
             grad_weights = [
-                weight_gradient(piece, need, options.main_grads, i)
-                for i, (piece, need) in enumerate(zip(pieces, needs_weight, strict=True))
+                weight_gradient(each.flatten(0, -2), flat, main_grad) if need else None
+                for each, main_grad, need in zip(grad_pres, main_grads, needs_weight, strict=True)
             ]
         grad_biases = (
             [g.flatten(0, -2).sum(0).to(x.dtype) for g in grad_pres] if ctx.has_bias else []

@@ -16,7 +16,7 @@ from plait.symm.lang.words import READY, get_epoch, get_rank, get_world_size
 
 @triton.jit
 def _wait_for_all(ctx_ptr, table_ptr, epoch, chunk_rows, num_chunks, OP: tl.constexpr):
-    """The last chunk of every peer is here, so all its rows are: copies of one sender are ordered."""
+    """Wait for the last chunk of every peer, and so for all: one sender's copies are ordered."""
     rank = get_rank(ctx_ptr)
     ok = True
     for peer in range(get_world_size(ctx_ptr)):
@@ -134,7 +134,7 @@ def _ag_gemm_kernel(
             BLOCK_M, BLOCK_N, NUM_WEIGHTS, ACT, HAS_BIAS, STORE_PRE,
         )  # fmt: skip
     if WAIT_ALL:
-        # A rank with few tiles may not have waited for everyone; the region must be quiet to be reused.
+        # A rank with few tiles may not have waited for all; a region is reused only when quiet.
         if tl.program_id(0) == 0:
             _wait_for_all(ctx_ptr, table_ptr, epoch, chunk_rows, num_chunks, OP)
     if FINISH:

@@ -63,7 +63,9 @@ def plan_ag_gemm(
     activation: str,
     gathered_out: torch.Tensor | None,
 ) -> Program:
-    """The program of one slice. Two weights with a gated activation share one kernel; otherwise each
+    """The program of one slice.
+
+    Two weights with a gated activation share one kernel; otherwise each
     weight has a kernel of its own, all on one gather, and the last one closes the region."""
     chunks = Chunks.of(segments.max_rows, x.shape[1] * x.element_size(), group.device)
     jobs = weights.jobs(activation)

@@ -15,8 +15,9 @@ GATES = ("swiglu", "geglu")
 
 _library = torch.library.Library("plait", "FRAGMENT")
 _library.define(
-    "ag_gemm(Tensor x, Tensor[] weights, Tensor[] biases, str group, int gather_dim, SymInt[] rows_per_rank, "
-    "str activation, ScalarType out_dtype, str impl, bool return_gathered, bool save_pre) -> Tensor[]"
+    "ag_gemm(Tensor x, Tensor[] weights, Tensor[] biases, str group, int gather_dim, "
+    "SymInt[] rows_per_rank, str activation, ScalarType out_dtype, str impl, "
+    "bool return_gathered, bool save_pre) -> Tensor[]"
 )
 
 
@@ -36,7 +37,8 @@ def _ag_gemm(
     from plait.overlap.ag_gemm.run import forward
 
     return forward(
-        x, list(weights), list(biases), group, gather_dim, list(rows_per_rank), activation, out_dtype, impl,
+        x, list(weights), list(biases), group, gather_dim, list(rows_per_rank), activation,
+        out_dtype, impl,
         return_gathered, save_pre,
     )  # fmt: skip
 

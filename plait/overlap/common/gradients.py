@@ -40,15 +40,18 @@ def check_main_grads(main_grads: Sequence[torch.Tensor], weights: Sequence[torch
 
 
 def weight_gradient(
-    grad: torch.Tensor, needed: bool, main_grads: Sequence[torch.Tensor], index: int
+    grad: torch.Tensor, x: torch.Tensor, main_grad: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """The gradient to return for a weight: None if not needed or if added to its main_grad."""
-    if not needed:
-        return None
-    if main_grads:
-        main_grads[index].add_(grad)
-        return None
-    return grad
+    """grad [M, N]^T @ x [M, K]; with `main_grad` it is added there, not rounded first."""
+    if main_grad is None:
+        return grad.t() @ x
+    if x.dtype == torch.float32:
+        main_grad.addmm_(grad.t(), x)
+    elif x.is_cuda:
+        main_grad.add_(torch.mm(grad.t(), x, out_dtype=torch.float32))
+    else:
+        main_grad.addmm_(grad.t().to(torch.float32), x.to(torch.float32))
+    return None
 
 
 __all__ = ["as_list", "check_main_grads", "weight_gradient"]

@@ -1,4 +1,4 @@
-"""Operands of overlapped GEMMs: weights in either layout, descriptors where the hardware takes them."""
+"""Operands of overlapped GEMMs: weights in either layout, by descriptor where that is possible."""
 
 from __future__ import annotations
 

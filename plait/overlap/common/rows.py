@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def whole_rows(table_ptr, segment, rows, world_size, total):
-    """Rows (int64) of the whole matrix for `rows` of a slice of `segment` (collectives.segments)."""
+    """Rows (int64) of the whole for `rows` of a slice of `segment` (collectives.segments)."""
     length = tl.load(table_ptr + world_size + segment)
     start = tl.load(table_ptr + 2 * world_size + segment)
     within = rows + tl.load(table_ptr + 3 * world_size + segment)

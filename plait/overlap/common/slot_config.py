@@ -22,7 +22,7 @@ def agreed_config(
     descriptors: bool,
     device: torch.device,
 ) -> Config:
-    """One rank's configuration for tiles of [segment_rows, num_cols] segments of `total_rows` in all.
+    """One rank's configuration for segments [segment_rows, num_cols] of `total_rows` in all.
 
     Tile height and width decide which signal word a tile sets, so they depend on nothing that
     ranks may see differently: not on K (`features`), nor on the layout of x and the weight.

@@ -1,7 +1,7 @@
 """Slots: where the partial sums of all ranks for one tile meet.
 
-A region holds [world_size, slot_rows, N] of PARTIAL; slot p is what rank p computed. A tile's word is
-READY + p * words_per_rank + tile. Offsets within a tile are 32-bit and its start is one 64-bit
+A region holds [world_size, slot_rows, N] of PARTIAL; slot p is what rank p computed. A tile's word
+is READY + p * words_per_rank + tile. Offsets within a tile are 32-bit and its start is one 64-bit
 scalar: 64-bit offsets for every element would spill registers beside the accumulator.
 """
 
@@ -60,7 +60,7 @@ def sum_slots(
     BLOCK_N: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
-    """Sum of one tile over all slots of this rank's region, in rank order, fp32 [BLOCK_M, BLOCK_N]."""
+    """Sum of one tile over all slots of this rank, in rank order, fp32 [BLOCK_M, BLOCK_N]."""
     rank = get_rank(ctx_ptr)
     first = slot_ptr(ctx_ptr, rank, 0, slot_rows, N, PARTIAL)
     total = load_rows(first, row, num_rows, col, N, BLOCK_M, BLOCK_N)  # 0 + it would lose a -0.0

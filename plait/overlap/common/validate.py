@@ -60,7 +60,8 @@ def check_operands(
             )
     if activation in GATES and weights[0].shape != weights[1].shape:
         raise ShapeError(
-            "weight", f"the same shape as the gate's, {list(weights[0].shape)}", f"{list(weights[1].shape)}",
+            "weight", f"the same shape as the gate's, {list(weights[0].shape)}",
+            f"{list(weights[1].shape)}",
             "Gate and up multiply elementwise.",
         )  # fmt: skip
     for bias, weight in zip(biases, weights, strict=False):

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from plait.checks import check_min_ndim, check_one_of, check_tensor
-from plait.overlap import register as _register  # noqa: F401 - the operators that forward and backward call
-from plait.overlap.common.gradients import as_list, weight_gradient
+from plait.overlap import register as _register  # noqa: F401 - forward and backward call these
+from plait.overlap.common.gradients import as_list, check_main_grads, weight_gradient
 from plait.symm.group import Group
 
 
@@ -28,7 +28,7 @@ def gemm_ar(
     """sum over ranks(x @ weight^T) + bias, the same bits on every rank.
 
     Args:
-        x: [..., K] with this rank's K, fp32, bf16 or fp16, any strides; M rows, the same everywhere.
+        x: [..., K] with this rank's K, fp32, bf16 or fp16, any strides; as many rows everywhere.
         weight: [N, K], any strides; N is the same on every rank.
         bias: [N], the same on every rank, added once.
         group: the ranks.
@@ -39,7 +39,8 @@ def gemm_ar(
         replicated_grad: the ranks go on with the result identically, so that each already has
             the whole gradient of it (Megatron's convention). By default their gradients are summed,
             as torch.distributed.nn does.
-        algorithm: "one_shot" (every rank sums all; few rows), "two_shot" (owners sum and send) or "auto".
+        algorithm: "one_shot" (every rank sums all; few rows), "two_shot" (owners sum and send)
+            or "auto".
         impl: "fused", "unfused", "reference", or "auto"; `plait.last_run()` says what ran.
 
     Returns:
@@ -53,10 +54,12 @@ def gemm_ar(
     check_tensor("x", x)
     check_tensor("weight", weight)
     check_min_ndim("x", x, 2, "[..., K]")
+    main_grads = as_list("main_grad", main_grad)
+    check_main_grads(main_grads, [weight])
     check_one_of("algorithm", algorithm, ("auto", "one_shot", "two_shot"))
     return _GemmAr.apply(
         x, weight, bias, group.name, reduce_dtype or x.dtype, out_dtype or x.dtype, algorithm, impl,
-        replicated_grad, as_list("main_grad", main_grad),
+        replicated_grad, main_grads,
     )  # fmt: skip
 
 
@@ -93,8 +96,8 @@ class _GemmAr(torch.autograd.Function):
         grad_x = torch.matmul(whole, weight) if ctx.needs_input_grad[0] else None
         grad_weight: Any = None
         if ctx.needs_input_grad[1]:
-            product = whole.flatten(0, -2).t() @ x.flatten(0, -2)
-            grad_weight = weight_gradient(product, True, ctx.main_grads, 0)
+            main_grad = ctx.main_grads[0] if ctx.main_grads else None
+            grad_weight = weight_gradient(whole.flatten(0, -2), x.flatten(0, -2), main_grad)
         return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, None
 
 

@@ -57,7 +57,8 @@ def _gemm_ar_one_shot_kernel(
         rows = row + tl.arange(0, BLOCK_M)
         acc = accumulate_tile(
             tl.zeros((BLOCK_M, BLOCK_N), tl.float32), x, w, row, rows, rows < M, col, N, K,
-            stride_xm, stride_xk, stride_wn, stride_wk, BLOCK_M, BLOCK_N, BLOCK_K, DESC, B_KN, PRECISION,
+            stride_xm, stride_xk, stride_wn, stride_wk,
+            BLOCK_M, BLOCK_N, BLOCK_K, DESC, B_KN, PRECISION,
         )  # fmt: skip
         for step in range(world_size):
             peer = (rank + step) % world_size
@@ -121,7 +122,8 @@ def _gemm_ar_two_shot_kernel(
 
     Rows are shared out as table says (outer blocks: one). Each region holds slots [world_size,
     slot_rows, N] and, result_offset bytes on, the result [M, N] in out's dtype. Partial tiles set
-    READY + sender * words_per_rank + tile, sums READY + (world_size + owner) * words_per_rank + tile.
+    READY + sender * words_per_rank + tile, sums READY + (world_size + owner) * words_per_rank +
+    tile.
     A block sends all its partial tiles before it waits, and all its sums before it collects.
     """
     rank = get_rank(ctx_ptr)
@@ -140,8 +142,9 @@ def _gemm_ar_two_shot_kernel(
         first_row = tl.load(table_ptr + 2 * world_size + segment)
         word = pid_m * num_n + pid_n
         acc = accumulate_tile(
-            tl.zeros((BLOCK_M, BLOCK_N), tl.float32), x, w, first_row + row, first_row + rows, rows < num_rows,
-            col, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
+            tl.zeros((BLOCK_M, BLOCK_N), tl.float32), x, w,
+            first_row + row, first_row + rows, rows < num_rows, col, N, K,
+            stride_xm, stride_xk, stride_wn, stride_wk,
             BLOCK_M, BLOCK_N, BLOCK_K, DESC, B_KN, PRECISION,
         )  # fmt: skip
         store_slot(

@@ -6,8 +6,8 @@ import torch
 
 _library = torch.library.Library("plait", "FRAGMENT")
 _library.define(
-    "gemm_ar(Tensor x, Tensor weight, Tensor? bias, str group, ScalarType reduce_dtype, ScalarType out_dtype, "
-    "str algorithm, str impl) -> Tensor"
+    "gemm_ar(Tensor x, Tensor weight, Tensor? bias, str group, ScalarType reduce_dtype, "
+    "ScalarType out_dtype, str algorithm, str impl) -> Tensor"
 )
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from plait.checks import check_min_ndim, check_tensor, normalize_dim
-from plait.overlap import register as _register  # noqa: F401 - the operators that forward and backward call
-from plait.overlap.common.gradients import as_list, weight_gradient
+from plait.overlap import register as _register  # noqa: F401 - forward and backward call these
+from plait.overlap.common.gradients import as_list, check_main_grads, weight_gradient
 from plait.symm.group import Group
 
 
@@ -59,10 +59,13 @@ def gemm_rs(
     check_tensor("x", x)
     check_tensor("weight", weight)
     check_min_ndim("x", x, 2, "[..., K]")
+    main_grads = as_list("main_grad", main_grad)
+    check_main_grads(main_grads, [weight])
     dim = normalize_dim("scatter_dim", scatter_dim, x.dim())
     return _GemmRs.apply(
-        x, weight, bias, group.name, dim, list(rows_per_rank or []), reduce_dtype or x.dtype, out_dtype or x.dtype,
-        impl, as_list("main_grad", main_grad),
+        x, weight, bias, group.name, dim, list(rows_per_rank or []), reduce_dtype or x.dtype,
+        out_dtype or x.dtype,
+        impl, main_grads,
     )  # fmt: skip
 
 
@@ -105,8 +108,8 @@ class _GemmRs(torch.autograd.Function):
             whole = torch.ops.plait.all_gather(own, group, dim, rows, impl)
         grad_weight: Any = None
         if need_weight:
-            flat = whole.flatten(0, -2)
-            grad_weight = weight_gradient(flat.t() @ x.flatten(0, -2), True, ctx.main_grads, 0)
+            main_grad = ctx.main_grads[0] if ctx.main_grads else None
+            grad_weight = weight_gradient(whole.flatten(0, -2), x.flatten(0, -2), main_grad)
         grad_bias: Any = None
         if ctx.has_bias:
             grad_bias = own.flatten(0, -2).sum(0)

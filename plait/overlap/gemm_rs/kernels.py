@@ -48,15 +48,15 @@ def _gemm_rs_kernel(
 ):
     """out = sum over ranks of (x @ w^T)[own rows] (+ bias), partials in PARTIAL, summed in fp32.
 
-    x [M, K] whole rows as in collectives.segments, out [rows_rank, N] contiguous. A tile of rank s's rows goes
-    into slot `rank` of s's region [world_size, slot_rows, N] and sets word READY + rank *
-    words_per_rank + tile there, tile = m * num_n + n. Tiles of the own rows come last: the own part
-    goes into the own slot, then all slots are added in rank order, PIECE_N columns at a time, so that
-    the accumulator does not have to live beside the sum. Needs no wait before its own rows, so it
-    cannot hold up a peer.
+    x [M, K] whole rows as in collectives.segments, out [rows_rank, N] contiguous. A tile of rank
+    s's rows goes into slot `rank` of s's region [world_size, slot_rows, N] and sets word READY +
+    rank * words_per_rank + tile there, tile = m * num_n + n. Tiles of the own rows come last: the
+    own part goes into the own slot, then all slots are added in rank order, PIECE_N columns at a
+    time, so that the accumulator does not have to live beside the sum. Needs no wait before its
+    own rows, so it cannot hold up a peer.
 
-    Example: world 2, one tile a segment, rank 0: the tile of rank 1's rows is sent, then the own one
-    waits for READY + words_per_rank and is summed.
+    Example: world 2, one tile a segment, rank 0: the tile of rank 1's rows is sent, then the own
+    one waits for READY + words_per_rank and is summed.
     """
     rank = get_rank(ctx_ptr)
     world_size = get_world_size(ctx_ptr)
@@ -78,8 +78,9 @@ def _gemm_rs_kernel(
             + row
         )
         acc = accumulate_tile(
-            tl.zeros((BLOCK_M, BLOCK_N), tl.float32), x, w, x_row, x_rows, rows < num_rows, col, N, K,
-            stride_xm, stride_xk, stride_wn, stride_wk, BLOCK_M, BLOCK_N, BLOCK_K, DESC, B_KN, PRECISION,
+            tl.zeros((BLOCK_M, BLOCK_N), tl.float32), x, w, x_row, x_rows, rows < num_rows,
+            col, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
+            BLOCK_M, BLOCK_N, BLOCK_K, DESC, B_KN, PRECISION,
         )  # fmt: skip
         store_slot(
             ctx_ptr, segment, acc, row, num_rows, col, N, slot_rows, BLOCK_M, BLOCK_N, PARTIAL

@@ -44,7 +44,7 @@ def run_gemm_rs(
     reduce_dtype: torch.dtype,
     gather: Gather | None,
 ) -> None:
-    """Fill `out` [rows_rank, N] (and the gather); `x` is [M, K]; slices of rows share the order of calls."""
+    """Fill `out` [rows_rank, N], and the gather, from `x` [M, K]; in slices of rows if needed."""
     limit = _slice_rows(group, x, weight, segments, reduce_dtype, gather)
     call = f"gemm_rs M={segments.rows} N={weight.num_cols} {x.dtype} partial={reduce_dtype}"
     for part in segments.slices(limit):

@@ -14,8 +14,9 @@ from plait.collectives.sizes import inferred_share
 
 _library = torch.library.Library("plait", "FRAGMENT")
 _library.define(
-    "gemm_rs(Tensor x, Tensor weight, Tensor? bias, str group, int scatter_dim, SymInt[] rows_per_rank, "
-    "ScalarType reduce_dtype, ScalarType out_dtype, str impl, Tensor? gather) -> Tensor[]"
+    "gemm_rs(Tensor x, Tensor weight, Tensor? bias, str group, int scatter_dim, "
+    "SymInt[] rows_per_rank, ScalarType reduce_dtype, ScalarType out_dtype, str impl, "
+    "Tensor? gather) -> Tensor[]"
 )
 
 
@@ -34,7 +35,8 @@ def _gemm_rs(
     from plait.overlap.gemm_rs.run import forward
 
     return forward(
-        x, weight, bias, group, scatter_dim, list(rows_per_rank), reduce_dtype, out_dtype, impl, gather
+        x, weight, bias, group, scatter_dim, list(rows_per_rank), reduce_dtype, out_dtype, impl,
+        gather,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ CTX_STATUS = tl.constexpr(layout.CTX_STATUS)
 CTX_MIRROR = tl.constexpr(layout.CTX_MIRROR)
 CTX_REGION = tl.constexpr(layout.CTX_REGION)
 CTX_WORDS = tl.constexpr(layout.CTX_WORDS)
+USER = tl.constexpr(int(layout.Operator.USER))  # OP of waits in kernels outside plait
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """The virtual device: runs the blocks, copies and signals of all ranks, one step at a time.
 
-It lives in the scheduler's thread. A block runs until its next atomic, where it may be switched out;
+It lives in the scheduler's thread. A block runs until its next atomic, where others may run first;
 a block that polls an unchanged word sleeps until that word (or an abort word) is written.
 """
 
@@ -114,7 +114,7 @@ class VirtualDevice:
         self.observer.region_added(name, rank, tensor.data_ptr(), nbytes)
 
     def add_signal_words(self, rank: int, words: torch.Tensor, members: tuple[int, ...]) -> None:
-        """Signal words of a rank in the group of `members` (world ranks); the first word is ABORT."""
+        """Signal words of a rank in the group of `members` (world ranks); the first is ABORT."""
         nbytes = words.numel() * words.element_size()
         self.wake_words.add(words.data_ptr())
         self._members[words.data_ptr()] = members
@@ -347,7 +347,7 @@ class VirtualDevice:
         return result
 
     def _wait_frame(self) -> Any:
-        """The running call of the innermost device function: a loop polls twice from the same one."""
+        """The running call of the innermost device function: a loop polls twice from one."""
         frame = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename not in self.binder.files:
             frame = frame.f_back

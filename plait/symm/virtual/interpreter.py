@@ -118,9 +118,11 @@ class VirtualBuilder(InterpreterBuilder):
     def create_atomic_rmw(
         self, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any, *args: Any
     ) -> Any:
-        run = lambda: super(VirtualBuilder, self).create_atomic_rmw(
-            op, ptr, val, mask, sem, scope, *args
-        )
+        parent = super().create_atomic_rmw
+
+        def run() -> Any:
+            return parent(op, ptr, val, mask, sem, scope, *args)
+
         if ptr.data.size != 1:
             return run()
         poll = str(op).endswith(".ADD") and not np.any(val.data)
@@ -131,9 +133,11 @@ class VirtualBuilder(InterpreterBuilder):
     def create_atomic_cas(
         self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any, *args: Any
     ) -> Any:
-        run = lambda: super(VirtualBuilder, self).create_atomic_cas(
-            ptr, cmp, val, sem, scope, *args
-        )
+        parent = super().create_atomic_cas
+
+        def run() -> Any:
+            return parent(ptr, cmp, val, sem, scope, *args)
+
         return self.device.atomic(
             int(ptr.data.reshape(-1)[0]), run, _name(sem), _name(scope), False, self.site()
         )

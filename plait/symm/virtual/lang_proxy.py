@@ -1,7 +1,7 @@
 """Triton's language, bound to a builder of ours, without touching the installed Triton.
 
 A kernel's source is rewritten as Triton's own interpreter rewrites it and executed in a copy of its
-module's namespace in which `tl` is a proxy. Only `tl.tensor`'s methods must be patched on the class;
+module's namespace in which `tl` is a proxy. Only `tl.tensor`'s methods are patched on the class;
 the patch passes calls that carry a `_semantic` (Triton compiling) through unchanged, so kernels can
 be compiled and interpreted in one process and `TRITON_INTERPRET` is not needed.
 """
@@ -111,11 +111,16 @@ class Binder:
         """The rewritten Python function of a kernel or device function."""
         found = self._functions.get(kernel.fn)
         if found is None:
-            found = self._functions[kernel.fn] = self._build(kernel.fn)
+            found = self._functions[kernel.fn] = self._build(kernel)
         return found
 
-    def _build(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        lines, first_line = inspect.getsourcelines(fn)
+    def _build(self, kernel: Any) -> Callable[..., Any]:
+        fn = kernel.fn
+        # The source as it was imported, if Triton kept it: the file may have been edited since.
+        lines = getattr(kernel, "raw_src", None)
+        first_line = getattr(kernel, "starting_line_number", 1)
+        if lines is None:
+            lines, first_line = inspect.getsourcelines(fn)
         tree = ast.parse(textwrap.dedent("".join(lines)))
         definition = next(node for node in tree.body if isinstance(node, ast.FunctionDef))
         definition.decorator_list = []

@@ -110,14 +110,14 @@ class Observer:
         scope: str,
         site: Site,
     ) -> None:
-        """A scalar atomic; `poll` says that it added 0, so it only read. Called after it took effect."""
+        """A scalar atomic that took effect; `poll` says that it added 0, so it only read."""
 
     def cta_barrier(self, block: Block) -> None: ...
     def proxy_fence(self, block: Block) -> None: ...
 
     # --- copy engine (the item is a "copy" or "signal"; `signal` writes one word with release)
     def copied(self, item: Item, dst: np.ndarray, src: np.ndarray, itemsize: int) -> None:
-        """A copy moved bytes: element start addresses (uint64) of both sides, in units of itemsize."""
+        """A copy moved bytes: start addresses (uint64) of both sides' elements of `itemsize`."""
 
     def signalled(self, item: Item, address: int) -> None: ...
 

@@ -231,12 +231,13 @@ class World:
         for actor in device.sleepers() if device is not None else ():
             peer = "" if actor.waits_for is None else f" that rank {actor.waits_for} sets"
             lines.append(
-                f"{actor.block} of {actor.work.item.operator} waits at {actor.where} for a word{peer}"
+                f"{actor.block} of {actor.work.item.operator} waits at {actor.where} "
+                f"for a word{peer}"
             )
         return lines
 
     def _cycle(self) -> list[str]:
-        """Ranks that wait for each other, on the host or through words that their blocks wait for."""
+        """Ranks that wait for each other, on the host or through words that blocks wait for."""
         edges = {host.rank: host.missing() for host in self.hosts if not host.done}
         for actor in self.virtual_device.sleepers() if self.virtual_device is not None else ():
             if actor.waits_for is not None:
@@ -291,7 +292,8 @@ class VirtualExecutor(Executor):
         if world.rewrite_program is not None:
             program = world.rewrite_program(program)
         host = world.holder
-        assert host is not None and host.rank == self.rank
+        assert host is not None
+        assert host.rank == self.rank
         world.virtual_device.enqueue(self.rank, program, host.now_ns)
         # What a GPU's host does next is ordered after `main` only: a program that leaves `comm`
         # unjoined would let its inputs be freed under a copy.

@@ -60,6 +60,7 @@ class BlockActor:
 
     @property
     def rank(self) -> int:
+        """The rank whose kernel this is."""
         return self.work.item.rank
 
 

@@ -218,7 +218,7 @@ def test_two_groups_in_turn(algorithm):
     sum_cases.run_in_two_groups(whole, make_case(2, 4, 16, 20, BF16))
 
 
-def test_with_gemm_rs_and_ag_gemm_in_the_same_regions():
+def test_with_gemm_rs_in_the_same_regions():
     ar, rs = make_case(2, 4, 16, 12), sum_cases.make_case("gemm_rs", 2, 4, 16, 12, exact=True)
     fn = lambda group: [  # noqa: E731
         call(case, group) for _ in range(3) for case in (ar, rs, ar)

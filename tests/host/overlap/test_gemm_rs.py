@@ -214,8 +214,10 @@ def test_schedules(schedule):
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_sixty_rounds_with_a_late_rank(late):
-    make = lambda: make_case(2, 4, 16, 16, BF16)  # noqa: E731
+@pytest.mark.parametrize("rows", [None, [4, 0], [0, 4]])
+def test_sixty_rounds_with_a_late_rank(late, rows):
+    """A rank without rows waits for no data: only "consumed" keeps it from running ahead."""
+    make = lambda: make_case(2, 4, 16, 16, BF16, rows_per_rank=rows)  # noqa: E731
     sum_cases.repeat(make, 60, 2, schedule=f"late:{late}", check=False)
 
 

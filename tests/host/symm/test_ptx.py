@@ -14,7 +14,7 @@ from plait.overlap.ag_gemm import launch as ag_gemm_launch
 from plait.overlap.common.operands import Weights
 from plait.symm import signals
 from plait.symm.kernels import _barrier_kernel
-from plait.symm.lang.patterns import signal
+from plait.symm.lang.patterns import signal, wait
 from plait.testing.compile_sm90 import assert_before, compile_for
 from plait.testing.ranks import run_virtual
 
@@ -65,20 +65,21 @@ def region_launch(make):
     return run_virtual(lambda group: make(group.workspace.regions[0]), WORLD)[1]
 
 
-def written_in(ptx, at, function):
-    """Whether PTX line `at` comes from the source of a device function, by its line table."""
+def line_in(ptx, at, function):
+    """The line of a device function's source that PTX line `at` comes from; None for others."""
     lines = ptx.text.splitlines()
     source, first = inspect.getsourcelines(function.fn)
     where = next(found for line in reversed(lines[:at]) if (found := LOCATION.search(line)))
     file = next(line for line in lines if re.match(rf"\s*\.file\s+{where[1]}\s", line))
     in_file = file.rstrip().endswith(f'{Path(inspect.getsourcefile(function.fn)).name}"')
-    return in_file and first <= int(where[2]) < first + len(source)
+    offset = int(where[2]) - first
+    return source[offset].strip() if in_file and 0 <= offset < len(source) else None
 
 
 def assert_signals_release_after_a_barrier(ptx):
     """A CTA barrier is the last thing that orders memory before each signal: no store between."""
     lines = ptx.text.splitlines()
-    found = [at for at in ptx.find_all(RELEASE) if written_in(ptx, at, signal)]
+    found = [at for at in ptx.find_all(RELEASE) if line_in(ptx, at, signal)]
     assert found, "no signal releases at system scope"
     for at in found:
         for line in reversed(lines[:at]):
@@ -90,10 +91,16 @@ def assert_signals_release_after_a_barrier(ptx):
 
 
 def assert_waits_acquire(ptx, num_waits):
-    """Two polls a wait (the compiler may copy them), all acquiring; then the CTA learns of it."""
+    """Every look at a word acquires, and then the CTA learns of it before it reads on."""
     lines = ptx.text.splitlines()
     polls = ptx.find_all(POLL)
-    assert len(polls) >= 2 * num_waits
+    looks = [text for at in polls if (text := line_in(ptx, at, wait))]
+    source = [line.strip() for line in inspect.getsource(wait.fn).splitlines()]
+    expected = sum(line.startswith("seen =") for line in source)
+    assert all(text.startswith("seen =") for text in looks)
+    assert len(looks) >= expected * num_waits  # the compiler may copy a loop
+    volatile = [line_in(ptx, at, wait) or "" for at in ptx.find_all(ABORT)]
+    assert not any(text.startswith("seen =") for text in volatile)
     for at in polls:
         after = next(
             line
