@@ -198,6 +198,11 @@ def override(**values: Any) -> Iterator[Settings]:
             _current = before
 
 
+def environment_report(*prefixes: str) -> dict[str, str]:
+    """Variables of the environment whose names start so, as they are now; for `plait doctor`."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
+
+
 def markdown_table() -> str:
     """The text of `docs/settings.md`."""
     lines = [
@@ -223,4 +228,4 @@ if __name__ == "__main__":
     sys.stdout.write(markdown_table())
 
 
-__all__ = ["Settings", "markdown_table", "override", "settings"]
+__all__ = ["Settings", "environment_report", "markdown_table", "override", "settings"]

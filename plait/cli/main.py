@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "check": "plait.cli.check",
     "demo": "plait.cli.demo",
+    "doctor": "plait.cli.doctor",
 }
 
 
@@ -30,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        if arguments[:1] == ["doctor"]:  # also where Typer is missing or broken
+            from plait.cli.doctor import main as doctor
+
+            return doctor(arguments[1:])
         app = build_app(arguments)
         app(arguments, prog_name="plait")
     except MissingDependencyError as error:

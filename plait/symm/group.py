@@ -361,7 +361,7 @@ def get_group(name: str) -> Group:
         argument="group",
         expected="the name of an open group of this rank",
         got=repr(name),
-        remedy="Pass the open Group that run_virtual or Group.from_process_group gave.",
+        remedy="Pass a Group that is not closed, of run_virtual or from_process_group.",
     )
 
 

@@ -8,8 +8,6 @@ copy engine writes must have been waited for by the caller; nothing here synchro
 import triton
 import triton.language as tl
 
-from plait.schedules.lang import grouped_raster
-
 # --- the tile loop ------------------------------------------------------------------------------
 
 
@@ -40,13 +38,17 @@ def load_b_tile(
     BLOCK_K: tl.constexpr,
     DESC: tl.constexpr,
     B_KN: tl.constexpr,
+    b_first=0,
 ):
-    """B[col : col + BLOCK_N, k : k + BLOCK_K]^T as [BLOCK_K, BLOCK_N], zero beyond N and K."""
+    """B[col : col + BLOCK_N, k : k + BLOCK_K]^T as [BLOCK_K, BLOCK_N], zero beyond N and K.
+
+    A descriptor's rows (N, or K if B_KN) count from `b_first`.
+    """
     if DESC:
         if B_KN:
-            tile = b.load([k, col])
+            tile = b.load([b_first + k, col])
         else:
-            tile = b.load([col, k]).T
+            tile = b.load([b_first + col, k]).T
     else:
         offs_k = k + tl.arange(0, BLOCK_K)
         offs_n = col + tl.arange(0, BLOCK_N)
@@ -58,7 +60,7 @@ def load_b_tile(
 
 
 @triton.jit
-def add_dot(acc, a_tile, b_tile, PRECISION: tl.constexpr):
+def add_dot(acc, a_tile, b_tile, PRECISION: tl.constexpr, IMPRECISE_ACC: tl.constexpr = None):
     """acc + a_tile @ b_tile.
 
     Exact fp32 sums each block of K on its own first: one running sum over all of K would err more
@@ -66,9 +68,79 @@ def add_dot(acc, a_tile, b_tile, PRECISION: tl.constexpr):
     """
     if (a_tile.dtype == tl.float32) & (PRECISION == "ieee"):
         acc = tl.fma(tl.dot(a_tile, b_tile, input_precision=PRECISION), 1.0, acc)
+    elif a_tile.dtype == tl.int8:
+        acc = tl.dot(a_tile, b_tile, acc, out_dtype=tl.int32)
     else:
-        acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
+        acc = tl.dot(
+            a_tile,
+            b_tile,
+            acc,
+            input_precision=PRECISION,
+            max_num_imprecise_acc=IMPRECISE_ACC,
+        )
     return acc
+
+
+@triton.jit
+def accumulate_scaled_tile(
+    acc,
+    a,
+    b,
+    a_scale_ptr,
+    b_scale_ptr,
+    row,
+    rows,
+    rows_ok,
+    col,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bn,
+    stride_bk,
+    stride_asm,
+    stride_ask,
+    stride_bsn,
+    stride_bsk,
+    BLOCK_N: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    DESC: tl.constexpr,
+    B_KN: tl.constexpr,
+    k_begin=0,
+    k_end=None,
+    b_first=0,
+):
+    """`accumulate_tile` for operands scaled in blocks: A by 1 x SCALE_BLOCK, B by squares of it.
+
+    a_scale [M, K / SCALE_BLOCK] and b_scale [N / SCALE_BLOCK, K / SCALE_BLOCK], fp32, rounded up.
+    One step of K is one block, so each product is scaled once, in fp32.
+    """
+    stop = K if k_end is None else k_end
+    cols = col + tl.arange(0, BLOCK_N)
+    a_scale_row = a_scale_ptr + rows.to(tl.int64) * stride_asm
+    b_scale_col = b_scale_ptr + (cols // SCALE_BLOCK).to(tl.int64) * stride_bsn
+    for k in range(k_begin, stop, SCALE_BLOCK):
+        a_tile = load_a_tile(a, row, rows, rows_ok, k, K, stride_am, stride_ak, SCALE_BLOCK, DESC)
+        b_tile = load_b_tile(
+            b, col, k, N, K, stride_bn, stride_bk, BLOCK_N, SCALE_BLOCK, DESC, B_KN, b_first
+        )
+        block = k // SCALE_BLOCK
+        a_scale = tl.load(a_scale_row + block * stride_ask, mask=rows_ok, other=0.0)
+        b_scale = tl.load(b_scale_col + block * stride_bsk, mask=cols < N, other=0.0)
+        acc += tl.dot(a_tile, b_tile) * (a_scale[:, None] * b_scale[None, :])
+    return acc
+
+
+@triton.jit
+def scale_rows_and_columns(
+    acc, a_scale_ptr, b_scale_ptr, rows, rows_ok, col, N, stride_asm, stride_bsn,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """acc * a_scale[rows] * b_scale[cols] in fp32; stride 0 is one scale for all."""
+    cols = col + tl.arange(0, BLOCK_N)
+    a_scale = tl.load(a_scale_ptr + rows.to(tl.int64) * stride_asm, mask=rows_ok, other=0.0)
+    b_scale = tl.load(b_scale_ptr + cols.to(tl.int64) * stride_bsn, mask=cols < N, other=0.0)
+    return acc.to(tl.float32) * (a_scale[:, None] * b_scale[None, :])
 
 
 @triton.jit
@@ -92,20 +164,30 @@ def accumulate_tile(
     DESC: tl.constexpr,
     B_KN: tl.constexpr,
     PRECISION: tl.constexpr,
+    k_begin=0,
+    k_end=None,
+    b_first=0,
+    IMPRECISE_ACC: tl.constexpr = None,
 ):
-    """acc + A[rows, :] @ B[col : col + BLOCK_N, :]^T, fp32 [BLOCK_M, BLOCK_N].
+    """acc + A[rows, k] @ B[col : col + BLOCK_N, k]^T over k in [k_begin, k_end), all of K if None.
 
     DESC: `a` is a descriptor over [M, K] with block [BLOCK_M, BLOCK_K], read from `row` on; `b` one
     over [N, K] with block [BLOCK_N, BLOCK_K], or over [K, N] with block [BLOCK_K, BLOCK_N] if B_KN.
     Not DESC: `a` and `b` are pointers, `rows` (int [BLOCK_M]) are the rows of A and `rows_ok` masks
     them; strides count elements and may be anything. PRECISION is `tl.dot`'s input_precision.
+    k_begin is a multiple of BLOCK_K, k_end too or K. Descriptors of B start at its row `b_first`
+    (of a batch). acc is fp32, or int32 for int8 operands. IMPRECISE_ACC: after how many products
+    fp8 sums move from the tensor core's short accumulator into fp32.
 
     Example: acc 0, A = [[1, 2]], B = [[3, 4], [5, 6]] gives [[1*3 + 2*4, 1*5 + 2*6]] = [[11, 17]].
     """
-    for k in range(0, K, BLOCK_K):
+    stop = K if k_end is None else k_end
+    for k in range(k_begin, stop, BLOCK_K):
         a_tile = load_a_tile(a, row, rows, rows_ok, k, K, stride_am, stride_ak, BLOCK_K, DESC)
-        b_tile = load_b_tile(b, col, k, N, K, stride_bn, stride_bk, BLOCK_N, BLOCK_K, DESC, B_KN)
-        acc = add_dot(acc, a_tile, b_tile, PRECISION)
+        b_tile = load_b_tile(
+            b, col, k, N, K, stride_bn, stride_bk, BLOCK_N, BLOCK_K, DESC, B_KN, b_first
+        )
+        acc = add_dot(acc, a_tile, b_tile, PRECISION, IMPRECISE_ACC)
     return acc
 
 
@@ -356,85 +438,8 @@ def finish_tile(
         )  # fmt: skip
 
 
-# --- plait.matmul -------------------------------------------------------------------------------
-
-
-@triton.jit
-def _matmul_kernel(
-    x,
-    w0,
-    w1,
-    bias0_ptr,
-    bias1_ptr,
-    out_ptr,
-    pre0_ptr,
-    pre1_ptr,
-    M,
-    N,
-    K,
-    stride_xm,
-    stride_xk,
-    stride_w0n,
-    stride_w0k,
-    stride_w1n,
-    stride_w1k,
-    stride_bias0,
-    stride_bias1,
-    stride_om,
-    stride_on,
-    stride_pm,
-    stride_pn,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    NUM_WEIGHTS: tl.constexpr,
-    ACT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    STORE_PRE: tl.constexpr,
-    DESC: tl.constexpr,
-    B_KN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """out = activation(x @ w0^T + bias0), or gate(x @ w0^T + bias0, x @ w1^T + bias1).
-
-    x [M, K], w0 and w1 [N, K] (descriptors if DESC), biases [N], out and pre0, pre1 [M, N], the
-    latter with the same strides; they receive what goes into the activation if STORE_PRE. With
-    NUM_WEIGHTS 1 nothing reads w1, bias1_ptr, pre1_ptr. Persistent: any grid covers all tiles.
-
-    Example: M=N=1, K=2, x=[[1, 2]], w0=[[3, -4]], bias0=[1], ACT="relu": pre0=[[-4]], out=[[0]].
-    """
-    num_m = tl.cdiv(M, BLOCK_M)
-    num_n = tl.cdiv(N, BLOCK_N)
-    for tile in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
-        pid_m, pid_n = grouped_raster(tile, num_m, num_n, GROUP_M)
-        row = pid_m * BLOCK_M
-        col = pid_n * BLOCK_N
-        rows = row + tl.arange(0, BLOCK_M)
-        rows_ok = rows < M
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        if NUM_WEIGHTS == 2:
-            up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            acc, up = accumulate_tile_pair(
-                acc, up, x, w0, w1, row, rows, rows_ok, col, N, K,
-                stride_xm, stride_xk, stride_w0n, stride_w0k, stride_w1n, stride_w1k,
-                BLOCK_M, BLOCK_N, BLOCK_K, DESC, B_KN, PRECISION,
-            )  # fmt: skip
-        else:
-            acc = accumulate_tile(
-                acc, x, w0, row, rows, rows_ok, col, N, K,
-                stride_xm, stride_xk, stride_w0n, stride_w0k,
-                BLOCK_M, BLOCK_N, BLOCK_K, DESC, B_KN, PRECISION,
-            )  # fmt: skip
-            up = acc
-        finish_tile(
-            acc, up, bias0_ptr, bias1_ptr, stride_bias0, stride_bias1,
-            pre0_ptr, pre1_ptr, stride_pm, stride_pn, out_ptr, stride_om, stride_on,
-            rows, rows_ok, col, N, BLOCK_M, BLOCK_N, NUM_WEIGHTS, ACT, HAS_BIAS, STORE_PRE,
-        )  # fmt: skip
-
-
 __all__ = [
+    "accumulate_scaled_tile",
     "accumulate_tile",
     "accumulate_tile_pair",
     "activate",

@@ -6,13 +6,37 @@ Shapes: x [M, K], weights [N, K], biases [N], out and pre [M, N]; any strides.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 
 from plait.backends.commands import Launch, Program
 from plait.ops.matmul.configs import Config
-from plait.ops.matmul.operands import dot_precision, row_operand, weight_operand, weights_are_kn
+from plait.ops.matmul.operands import (
+    FP8_DTYPES,
+    batch_rows,
+    dot_precision,
+    merge_batches,
+    row_operand,
+    weight_operand,
+    weights_are_kn,
+)
+
+_PRECISE_FP8_STEP = 128  # products that the short accumulator may add before fp32 takes over
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Scales of quantized operands, fp32.
+
+    Kind "rows": x [M] or [1], weight [N] or [1]. Kind "blocks": x [M, K / 128], weight [N / 128,
+    K / 128], both rounded up.
+    """
+
+    kind: Literal["rows", "blocks"]
+    x: torch.Tensor
+    weight: torch.Tensor
 
 
 def plan_matmul(
@@ -26,86 +50,171 @@ def plan_matmul(
     config: Config,
     num_sms: int,
     precision: str | None = None,
+    scaling: Scaling | None = None,
+    addend: torch.Tensor | None = None,
+    fast_accum: bool = False,
 ) -> Program:
-    """One persistent launch that writes `out`, and `pre` where it is not empty.
+    """One persistent launch that writes `out`, and `pre` where it is not empty; with splits two.
 
     `weights` holds one tensor or, for a gate, two; `biases` and `pre` are empty or as long. The
-    tensors of `pre` share their strides. `config.desc` needs `descriptors_allowed(...)`.
+    tensors of `pre` share their strides. x [M, K] or [B, M, K], weight and out alike; `addend`
+    like out is added before the activation. `config.desc` needs `descriptors_allowed(...)`.
+    `fast_accum`: fp8 sums stay in the tensor core's short accumulator.
     """
-    from plait.ops.matmul.kernels import _matmul_kernel
+    from plait.ops.matmul.gemm_kernels import _matmul_kernel
 
-    M, N = out.shape
+    M, N = out.shape[-2:]
     program = Program("matmul")
-    if M == 0 or N == 0:
+    if out.numel() == 0:
         return program
-    kn = config.desc and weights_are_kn(weights)
-    tiles = -(-M // config.block_m) * -(-N // config.block_n)
+    if config.splits > 1 and (len(weights) > 1 or (scaling and scaling.kind == "blocks")):
+        config = replace(config, splits=1)
+    num_batches = out.shape[0] if out.dim() == 3 else 1
+    K = x.shape[-1]
+    split_k = -(-max(K, 1) // config.splits // config.block_k) * config.block_k
+    integer = x.dtype is torch.int8
+    parts = out
+    if config.splits > 1:
+        parts_dtype = torch.int32 if integer else torch.float32
+        parts = out.new_empty((config.splits, num_batches, M, N), dtype=parts_dtype)
+    epilogue = _epilogue(biases, out, pre, addend, scaling, activation)
     args = {
-        **_operands(x, weights, config, kn),
-        **_epilogue_tensors(biases, out, pre),
+        **_operands(x, weights, config),
+        **epilogue,
+        "parts_ptr": parts,
+        "num_batches": num_batches,
         "M": M,
         "N": N,
-        "K": x.shape[1],
+        "K": K,
+        "split_k": split_k,
+        "num_splits": config.splits,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "GROUP_M": config.group_m,
         "NUM_WEIGHTS": len(weights),
-        "ACT": activation,
-        "HAS_BIAS": bool(biases),
-        "STORE_PRE": bool(pre),
+        "BATCHED": out.dim() == 3,
+        "SPLIT": config.splits > 1,
+        "INTEGER": integer,
         "DESC": config.desc,
-        "B_KN": kn,
         "PRECISION": precision or dot_precision(x.dtype),
+        "IMPRECISE_ACC": _imprecise_acc(x.dtype, fast_accum),
     }
-    return program.add(
-        Launch(
-            _matmul_kernel,
-            grid=min(tiles, num_sms),
-            args=args,
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
-            stream="main",
-        )
-    )
+    tiles = -(-M // config.block_m) * -(-N // config.block_n) * num_batches * config.splits
+    grid = min(tiles, num_sms * config.blocks_per_sm)
+    program.add(Launch(_matmul_kernel, grid, args, config.num_warps, config.num_stages))
+    if config.splits > 1:
+        program.add(_sum_splits(parts, num_batches, M, N, config.splits, epilogue))
+    return program
 
 
-def _operands(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], config: Config, kn: bool
-) -> dict[str, Any]:
+def _sum_splits(
+    parts: torch.Tensor, num_batches: int, M: int, N: int, splits: int, epilogue: dict[str, Any]
+) -> Launch:
+    from plait.ops.matmul.gemm_kernels import _sum_splits_kernel
+
+    block_m = 1 if M == 1 else 4
+    block_n = 256 if M == 1 else 128
+    shared = (
+        "x_scale_ptr", "w_scale_ptr", "addend_ptr", "out_ptr", "stride_xsm", "stride_wsn",
+        "stride_ab", "stride_am", "stride_an", "stride_ob", "stride_om", "stride_on",
+        "stride_pm", "stride_pn", "SCALES", "ACT", "HAS_BIAS", "HAS_ADDEND", "STORE_PRE",
+    )  # fmt: skip
+    args = {
+        **{name: epilogue[name] for name in shared},
+        "parts_ptr": parts,
+        "bias_ptr": epilogue["bias0_ptr"],
+        "stride_bias": epilogue["stride_bias0"],
+        "pre_ptr": epilogue["pre0_ptr"],
+        "num_batches": num_batches,
+        "M": M,
+        "N": N,
+        "num_splits": splits,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+    }
+    grid = num_batches * -(-M // block_m) * -(-N // block_n)
+    return Launch(_sum_splits_kernel, grid, args, num_warps=4, num_stages=1)
+
+
+def _imprecise_acc(dtype: torch.dtype, fast_accum: bool) -> int | None:
+    if dtype not in FP8_DTYPES or fast_accum:
+        return None
+    return _PRECISE_FP8_STEP
+
+
+def _operands(x: torch.Tensor, weights: Sequence[torch.Tensor], config: Config) -> dict[str, Any]:
     w0, w1 = weights[0], weights[-1]
+    kn = config.desc and weights_are_kn(weights)
     return {
-        "x": row_operand(x, config),
-        "w0": weight_operand(w0, config, kn),
-        "w1": weight_operand(w1, config, kn),
-        "stride_xm": x.stride(0),
-        "stride_xk": x.stride(1),
-        "stride_w0n": w0.stride(0),
-        "stride_w0k": w0.stride(1),
-        "stride_w1n": w1.stride(0),
-        "stride_w1k": w1.stride(1),
+        "x": row_operand(merge_batches(x) if config.desc else x, config),
+        "w0": weight_operand(_merged_weight(w0, kn) if config.desc else w0, config, kn),
+        "w1": weight_operand(_merged_weight(w1, kn) if config.desc else w1, config, kn),
+        "stride_xb": x.stride(0) if x.dim() == 3 else 0,
+        "stride_xm": x.stride(-2),
+        "stride_xk": x.stride(-1),
+        "stride_w0b": w0.stride(0) if w0.dim() == 3 else 0,
+        "stride_w0n": w0.stride(-2),
+        "stride_w0k": w0.stride(-1),
+        "stride_w1n": w1.stride(-2),
+        "stride_w1k": w1.stride(-1),
+        "x_batch_rows": batch_rows(x),
+        "w_batch_rows": batch_rows(w0.transpose(-1, -2) if kn else w0),
+        "B_KN": kn,
     }
 
 
-def _epilogue_tensors(
-    biases: Sequence[torch.Tensor], out: torch.Tensor, pre: Sequence[torch.Tensor]
+def _merged_weight(weight: torch.Tensor, kn: bool) -> torch.Tensor:
+    return merge_batches(weight.transpose(-1, -2)).t() if kn else merge_batches(weight)
+
+
+def _epilogue(
+    biases: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    pre: Sequence[torch.Tensor],
+    addend: torch.Tensor | None,
+    scaling: Scaling | None,
+    activation: str,
 ) -> dict[str, Any]:
     # `out` stands in for what the kernel does not touch: an address is needed, any will do.
     bias0, bias1 = (biases[0], biases[-1]) if biases else (out, out)
     pre0, pre1 = (pre[0], pre[-1]) if pre else (out, out)
+    added = out if addend is None else addend
+    x_scale, w_scale = (out, out) if scaling is None else (scaling.x, scaling.weight)
     return {
+        "x_scale_ptr": x_scale,
+        "w_scale_ptr": w_scale,
         "bias0_ptr": bias0,
         "bias1_ptr": bias1,
+        "addend_ptr": added,
         "out_ptr": out,
         "pre0_ptr": pre0,
         "pre1_ptr": pre1,
-        "stride_bias0": bias0.stride(0),
-        "stride_bias1": bias1.stride(0),
-        "stride_om": out.stride(0),
-        "stride_on": out.stride(1),
-        "stride_pm": pre0.stride(0),
-        "stride_pn": pre0.stride(1),
+        "stride_xsm": _scale_stride(x_scale, 0),
+        "stride_xsk": _scale_stride(x_scale, 1),
+        "stride_wsn": _scale_stride(w_scale, 0),
+        "stride_wsk": _scale_stride(w_scale, 1),
+        "stride_bias0": bias0.stride(-1),
+        "stride_bias1": bias1.stride(-1),
+        "stride_ab": added.stride(0) if added.dim() == 3 else 0,
+        "stride_am": added.stride(-2),
+        "stride_an": added.stride(-1),
+        "stride_ob": out.stride(0) if out.dim() == 3 else 0,
+        "stride_om": out.stride(-2),
+        "stride_on": out.stride(-1),
+        "stride_pm": pre0.stride(-2),
+        "stride_pn": pre0.stride(-1),
+        "SCALES": "none" if scaling is None else scaling.kind,
+        "ACT": activation,
+        "HAS_BIAS": bool(biases),
+        "HAS_ADDEND": addend is not None,
+        "STORE_PRE": bool(pre),
     }
 
 
-__all__ = ["plan_matmul"]
+def _scale_stride(scale: torch.Tensor, dim: int) -> int:
+    """0 along a dim of size 1 (one scale for all), or that is not there."""
+    return scale.stride(dim) if scale.dim() > dim and scale.shape[dim] > 1 else 0
+
+
+__all__ = ["Scaling", "plan_matmul"]

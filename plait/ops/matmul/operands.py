@@ -15,31 +15,60 @@ from plait.ops.matmul.configs import Config, has_descriptors
 _DESCRIPTOR_ALIGNMENT_BYTES = 16
 
 
-def descriptor_allowed(tensor: torch.Tensor) -> bool:
-    """Whether a 2-D tensor can be read through a tensor descriptor as it lies in memory.
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-    Its rows must be contiguous, not overlap, and start at multiples of 16 bytes.
+
+def descriptor_allowed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor [..., rows, columns] can be read through a 2-D descriptor where it lies.
+
+    Its rows must be contiguous, not overlap, and start at multiples of 16 bytes; batches must lie
+    whole rows apart.
     """
-    rows, columns = tensor.shape
-    row_bytes = tensor.stride(0) * tensor.element_size()
+    columns = tensor.shape[-1]
+    row_stride = tensor.stride(-2)
+    row_bytes = row_stride * tensor.element_size()
     return (
-        rows > 0
-        and columns > 0
-        and tensor.stride(1) == 1
-        and tensor.stride(0) >= columns
+        tensor.numel() > 0
+        and tensor.stride(-1) == 1
+        and row_stride >= columns
         and row_bytes % _DESCRIPTOR_ALIGNMENT_BYTES == 0
         and tensor.data_ptr() % _DESCRIPTOR_ALIGNMENT_BYTES == 0
+        and (tensor.dim() == 2 or (tensor.stride(0) % row_stride == 0 and tensor.stride(0) > 0))
     )
 
 
+def merge_batches(tensor: torch.Tensor) -> torch.Tensor:
+    """All batches of [B, rows, columns] as the rows of one matrix, batches `batch_rows` apart."""
+    if tensor.dim() == 2:
+        return tensor
+    rows = (tensor.shape[0] - 1) * batch_rows(tensor) + tensor.shape[1]
+    return tensor.as_strided((rows, tensor.shape[2]), (tensor.stride(1), 1))
+
+
+def batch_rows(tensor: torch.Tensor) -> int:
+    """Rows from one batch to the next in `merge_batches`; 0 for a matrix or overlapping rows."""
+    if tensor.dim() == 2 or tensor.stride(1) == 0:
+        return 0
+    return tensor.stride(0) // tensor.stride(1)
+
+
 def weights_are_kn(weights: Sequence[torch.Tensor]) -> bool:
-    """Whether all weights [N, K] lie in memory as [K, N], such as `stored.t()`."""
-    return all(weight.stride(0) == 1 and weight.stride(1) != 1 for weight in weights)
+    """Whether all weights [..., N, K] lie in memory as [..., K, N], such as `stored.mT`."""
+    return all(weight.stride(-2) == 1 and weight.stride(-1) != 1 for weight in weights)
 
 
-def descriptors_allowed(x: torch.Tensor, weights: Sequence[torch.Tensor], arch: str) -> bool:
-    """Whether x and all weights can be read through tensor descriptors on `arch`."""
-    stored = [weight.t() for weight in weights] if weights_are_kn(weights) else weights
+def descriptors_allowed(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], arch: str, block_k: int = 1
+) -> bool:
+    """Whether x and all weights can be read through tensor descriptors on `arch`.
+
+    Batches of [K, N] weights need a K that `block_k` divides: a tile that reaches beyond would
+    read the next batch, which x's zeros cancel unless it is infinite or NaN.
+    """
+    kn = weights_are_kn(weights)
+    if kn and x.dim() == 3 and x.shape[-1] % block_k:
+        return False
+    stored = [weight.mT for weight in weights] if kn else weights
     return has_descriptors(arch) and all(descriptor_allowed(each) for each in (x, *stored))
 
 
@@ -73,9 +102,12 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 
 __all__ = [
+    "FP8_DTYPES",
+    "batch_rows",
     "descriptor_allowed",
     "descriptors_allowed",
     "dot_precision",
+    "merge_batches",
     "row_operand",
     "weight_operand",
     "weights_are_kn",

@@ -17,7 +17,7 @@ from plait.overlap.common.operands import (
     block_args,
     triton_dtype,
 )
-from plait.overlap.common.slot_config import agreed_config, piece_columns, tiles_of
+from plait.overlap.common.tile_config import piece_columns, segment_config, tiles_of
 from plait.schedules.partition import num_segmented_tiles, split_rows
 from plait.symm import signals
 from plait.symm.group import Group
@@ -130,8 +130,15 @@ def _config(group: Group, x: torch.Tensor, weight: Weights, algorithm: Algorithm
     descriptors = descriptor_allowed(x) and weight.descriptors_allowed()
     num_rows = x.shape[0]
     segment_rows = num_rows if algorithm == "one_shot" else _segments(group, num_rows).max_rows
-    return agreed_config(
-        segment_rows, num_rows, weight.num_cols, x.shape[1], x.dtype, descriptors, group.device
+    return segment_config(
+        segment_rows,
+        num_rows,
+        weight.num_cols,
+        x.shape[1],
+        x.dtype,
+        descriptors,
+        group.device,
+        max_block_n=128,  # wider tiles spill registers beside the sums
     )
 
 

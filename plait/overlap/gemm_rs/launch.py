@@ -18,7 +18,7 @@ from plait.overlap.common.operands import (
     block_args,
     triton_dtype,
 )
-from plait.overlap.common.slot_config import agreed_config, piece_columns, tiles_of
+from plait.overlap.common.tile_config import piece_columns, segment_config, tiles_of
 from plait.schedules.partition import num_segmented_tiles
 from plait.symm import signals
 from plait.symm.group import Group
@@ -116,7 +116,7 @@ def plan_gemm_rs(
 def _config(group: Group, x: torch.Tensor, weight: Weights, segments: Segments) -> Config:
     descriptors = segments.contiguous and descriptor_allowed(x) and weight.descriptors_allowed()
     rows = max(segments.max_rows, 1)
-    return agreed_config(
+    return segment_config(
         rows,
         rows * group.world_size,
         weight.num_cols,

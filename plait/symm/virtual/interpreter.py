@@ -32,10 +32,17 @@ _TORCH_DTYPE = {
 _FLOPS_PER_NS = 5300.0  # one SM of an H200 class GPU in bf16; only shapes the virtual timeline
 
 
+_TORCH_FP8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+
+
 def _as_float32(handle: TensorHandle) -> np.ndarray:
-    """bf16 is held as uint16: its bits are the upper half of a float32."""
-    if handle.dtype.scalar.name == "bf16":
+    """bf16 is held as uint16, the upper half of a float32; fp8 as uint8. Others as they are."""
+    name = str(handle.dtype.scalar.name)
+    if name == "bf16":
         return (handle.data.astype(np.uint32) << 16).view(np.float32)
+    if name in _TORCH_FP8:
+        bits = torch.from_numpy(np.ascontiguousarray(handle.data).view(np.uint8))
+        return bits.view(_TORCH_FP8[name]).to(torch.float32).numpy()
     return handle.data
 
 
@@ -163,6 +170,8 @@ class VirtualBuilder(InterpreterBuilder):
         left, right = _as_float32(a), _as_float32(b)
         if left.dtype == np.float16:
             left, right = left.astype(np.float32), right.astype(np.float32)
+        elif left.dtype == np.int8:
+            left, right = left.astype(np.int32), right.astype(np.int32)
         self.device.spend_ns(2 * left.shape[0] * left.shape[1] * right.shape[1] / _FLOPS_PER_NS)
         product = torch.from_numpy(np.ascontiguousarray(left)) @ torch.from_numpy(
             np.ascontiguousarray(right)
@@ -177,6 +186,8 @@ class VirtualBuilder(InterpreterBuilder):
             and target.name in _TORCH_DTYPE
         ):
             return TensorHandle(_convert(src.data, source, target), target)
+        if source.name in _TORCH_FP8 and source.name != target.name:
+            return self.cast_impl(TensorHandle(_as_float32(src), tl.float32), dst_type)
         if "bf16" in (source.name, target.name) and source.name != target.name:
             if source.name == "bf16":
                 return super().cast_impl(TensorHandle(_as_float32(src), tl.float32), dst_type)
@@ -185,7 +196,7 @@ class VirtualBuilder(InterpreterBuilder):
 
     def create_fp_to_fp(self, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
         names = (src.dtype.scalar.name, dst_type.scalar.name)
-        if "bf16" in names and all(name in _TORCH_DTYPE for name in names):
+        if names[0] in _TORCH_FP8 or ("bf16" in names and set(names) <= set(_TORCH_DTYPE)):
             return self.cast_impl(src, dst_type)
         return super().create_fp_to_fp(src, dst_type, rounding_mode)
 

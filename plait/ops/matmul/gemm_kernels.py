@@ -1,0 +1,238 @@
+"""The kernels of `plait.matmul`: one persistent GEMM, and the sum of its parts when K is split.
+
+Legend: x [B, M, K], w [B, N, K], out [B, M, N]; B is 1 unless BATCHED. Scales are fp32.
+"""
+
+import triton
+import triton.language as tl
+
+from plait.ops.matmul.kernels import (
+    accumulate_scaled_tile,
+    accumulate_tile,
+    accumulate_tile_pair,
+    finish_tile,
+    scale_rows_and_columns,
+)
+from plait.schedules.lang import grouped_raster
+
+
+@triton.jit
+def add_matrix(acc, ptr, stride_m, stride_n, rows, rows_ok, col, N, BLOCK_N: tl.constexpr):
+    """acc + matrix[rows, col : col + BLOCK_N], in fp32."""
+    offs_n = col + tl.arange(0, BLOCK_N)
+    offsets = rows.to(tl.int64)[:, None] * stride_m + offs_n.to(tl.int64)[None, :] * stride_n
+    mask = rows_ok[:, None] & (offs_n < N)[None, :]
+    return acc + tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_batches", "split_k", "num_splits"])
+def _matmul_kernel(
+    x,
+    w0,
+    w1,
+    x_scale_ptr,
+    w_scale_ptr,
+    bias0_ptr,
+    bias1_ptr,
+    addend_ptr,
+    out_ptr,
+    pre0_ptr,
+    pre1_ptr,
+    parts_ptr,
+    num_batches,
+    M,
+    N,
+    K,
+    split_k,
+    num_splits,
+    stride_xb,
+    stride_xm,
+    stride_xk,
+    stride_w0b,
+    stride_w0n,
+    stride_w0k,
+    stride_w1n,
+    stride_w1k,
+    stride_xsm,
+    stride_xsk,
+    stride_wsn,
+    stride_wsk,
+    stride_bias0,
+    stride_bias1,
+    stride_ab,
+    stride_am,
+    stride_an,
+    stride_ob,
+    stride_om,
+    stride_on,
+    stride_pm,
+    stride_pn,
+    x_batch_rows,
+    w_batch_rows,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    NUM_WEIGHTS: tl.constexpr,
+    SCALES: tl.constexpr,
+    ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
+    STORE_PRE: tl.constexpr,
+    BATCHED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    INTEGER: tl.constexpr,
+    DESC: tl.constexpr,
+    B_KN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IMPRECISE_ACC: tl.constexpr,
+):
+    """out = act(scale * (x @ w0^T) + bias0 + addend), or gate(x @ w0^T + bias0, x @ w1^T + bias1).
+
+    Persistent: any grid covers all tiles of all batches and splits. With SPLIT each tile sums only
+    split_k of K and stores fp32 into parts [num_splits, B, M, N]; `_sum_splits_kernel` does the
+    rest. SCALES: "none", "rows" (x_scale [M] and w_scale [N], stride 0 for one scale) or "blocks"
+    (see `accumulate_scaled_tile`). Descriptors see all batches as rows: batch b of x starts at row
+    b * x_batch_rows, of w at b * w_batch_rows. INTEGER: int8 operands, int32 sums.
+
+    Example: M=N=1, K=2, x=[[1, 2]], w0=[[3, -4]], bias0=[1], ACT="relu": pre0=[[-4]], out=[[0]].
+    """
+    num_m = tl.cdiv(M, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    tiles = num_m * num_n
+    total = tiles * num_batches * num_splits if SPLIT else tiles * num_batches
+    ACC_DTYPE: tl.constexpr = tl.int32 if INTEGER else tl.float32
+    for index in range(tl.program_id(0), total, tl.num_programs(0)):
+        # Splits of one tile run side by side: they share nothing but end together.
+        split = index % num_splits if SPLIT else 0
+        tile = index // num_splits if SPLIT else index
+        batch = tile // tiles if BATCHED else 0
+        if BATCHED:
+            tile = tile - batch * tiles
+        pid_m, pid_n = grouped_raster(tile, num_m, num_n, GROUP_M)
+        row = pid_m * BLOCK_M
+        col = pid_n * BLOCK_N
+        rows = row + tl.arange(0, BLOCK_M)
+        rows_ok = rows < M
+        k_begin = split * split_k if SPLIT else 0
+        k_end = tl.minimum(k_begin + split_k, K) if SPLIT else K
+        x_row = row
+        b_first = 0
+        x_tile = x
+        w_tile = w0
+        if BATCHED:
+            if DESC:
+                x_row = row + batch * x_batch_rows
+                b_first = batch * w_batch_rows
+            else:
+                x_tile = x + tl.cast(batch, tl.int64) * stride_xb
+                w_tile = w0 + tl.cast(batch, tl.int64) * stride_w0b
+        acc = tl.zeros((BLOCK_M, BLOCK_N), ACC_DTYPE)
+        up = acc
+        if NUM_WEIGHTS == 2:
+            acc, up = accumulate_tile_pair(
+                acc, up, x, w0, w1, row, rows, rows_ok, col, N, K,
+                stride_xm, stride_xk, stride_w0n, stride_w0k, stride_w1n, stride_w1k,
+                BLOCK_M, BLOCK_N, BLOCK_K, DESC, B_KN, PRECISION,
+            )  # fmt: skip
+        elif SCALES == "blocks":
+            acc = accumulate_scaled_tile(
+                acc, x_tile, w_tile, x_scale_ptr, w_scale_ptr, x_row, rows, rows_ok, col, N, K,
+                stride_xm, stride_xk, stride_w0n, stride_w0k,
+                stride_xsm, stride_xsk, stride_wsn, stride_wsk,
+                BLOCK_N, BLOCK_K, DESC, B_KN, k_begin, k_end, b_first,
+            )  # fmt: skip
+        else:
+            acc = accumulate_tile(
+                acc, x_tile, w_tile, x_row, rows, rows_ok, col, N, K,
+                stride_xm, stride_xk, stride_w0n, stride_w0k,
+                BLOCK_M, BLOCK_N, BLOCK_K, DESC, B_KN, PRECISION,
+                k_begin, k_end, b_first, IMPRECISE_ACC,
+            )  # fmt: skip
+        if SPLIT:
+            place = (tl.cast(split, tl.int64) * num_batches + batch) * M
+            cols = col + tl.arange(0, BLOCK_N)
+            offsets = (place + rows)[:, None] * N + cols[None, :]
+            tl.store(parts_ptr + offsets, acc, mask=rows_ok[:, None] & (cols < N)[None, :])
+        else:
+            if SCALES == "rows":
+                acc = scale_rows_and_columns(
+                    acc, x_scale_ptr, w_scale_ptr, rows, rows_ok, col, N, stride_xsm, stride_wsn,
+                    BLOCK_N,
+                )  # fmt: skip
+            if HAS_ADDEND:
+                addend = addend_ptr + tl.cast(batch, tl.int64) * stride_ab
+                acc = add_matrix(acc, addend, stride_am, stride_an, rows, rows_ok, col, N, BLOCK_N)
+            out = out_ptr + tl.cast(batch, tl.int64) * stride_ob
+            finish_tile(
+                acc, up, bias0_ptr, bias1_ptr, stride_bias0, stride_bias1,
+                pre0_ptr, pre1_ptr, stride_pm, stride_pn, out, stride_om, stride_on,
+                rows, rows_ok, col, N, BLOCK_M, BLOCK_N,
+                NUM_WEIGHTS, ACT, HAS_BIAS, STORE_PRE,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_batches", "num_splits"])
+def _sum_splits_kernel(
+    parts_ptr,
+    x_scale_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    addend_ptr,
+    out_ptr,
+    pre_ptr,
+    num_batches,
+    M,
+    N,
+    num_splits,
+    stride_xsm,
+    stride_wsn,
+    stride_bias,
+    stride_ab,
+    stride_am,
+    stride_an,
+    stride_ob,
+    stride_om,
+    stride_on,
+    stride_pm,
+    stride_pn,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SCALES: tl.constexpr,
+    ACT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
+    STORE_PRE: tl.constexpr,
+):
+    """out = act(scale * sum over splits of parts + bias + addend), splits in order: deterministic.
+
+    parts [num_splits, B, M, N], fp32 (int32 for int8 operands). One block a tile.
+    """
+    num_m = tl.cdiv(M, BLOCK_M)
+    num_n = tl.cdiv(N, BLOCK_N)
+    index = tl.program_id(0)
+    batch = index // (num_m * num_n)
+    tile = index - batch * num_m * num_n
+    col = (tile % num_n) * BLOCK_N
+    rows = (tile // num_n) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows_ok = rows < M
+    cols = col + tl.arange(0, BLOCK_N)
+    mask = rows_ok[:, None] & (cols < N)[None, :]
+    offsets = (tl.cast(batch, tl.int64) * M + rows)[:, None] * N + cols[None, :]
+    part_size = tl.cast(num_batches, tl.int64) * M * N
+    acc = tl.load(parts_ptr + offsets, mask=mask, other=0)
+    for split in range(1, num_splits):
+        acc += tl.load(parts_ptr + split * part_size + offsets, mask=mask, other=0)
+    if SCALES == "rows":
+        acc = scale_rows_and_columns(
+            acc, x_scale_ptr, w_scale_ptr, rows, rows_ok, col, N, stride_xsm, stride_wsn, BLOCK_N
+        )
+    if HAS_ADDEND:
+        addend = addend_ptr + tl.cast(batch, tl.int64) * stride_ab
+        acc = add_matrix(acc, addend, stride_am, stride_an, rows, rows_ok, col, N, BLOCK_N)
+    out = out_ptr + tl.cast(batch, tl.int64) * stride_ob
+    finish_tile(
+        acc, acc, bias_ptr, bias_ptr, stride_bias, stride_bias,
+        pre_ptr, pre_ptr, stride_pm, stride_pn, out, stride_om, stride_on,
+        rows, rows_ok, col, N, BLOCK_M, BLOCK_N, 1, ACT, HAS_BIAS, STORE_PRE,
+    )  # fmt: skip
