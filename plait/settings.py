@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from plait.errors import SettingError
@@ -76,6 +77,12 @@ _MICROSECONDS = _Kind(
     float,
     lambda value: _is_number(value) and value >= 0,
 )
+_FOLDER = _Kind(
+    "folder",
+    "the path of a folder",
+    str,
+    lambda value: isinstance(value, str) and "\0" not in value,
+)
 
 
 def _setting(env: str, kind: _Kind, default: Any, meaning: str, shown: str = "") -> Any:
@@ -122,6 +129,13 @@ class Settings:
         _MICROSECONDS,
         0.0,
         "Delay in microseconds that the prologue kernel adds before it signals; for tests.",
+    )
+    tuning_dir: str = _setting(
+        "PLAIT_TUNING_DIR",
+        _FOLDER,
+        "",
+        "Folder of the tables that `plait tune` writes, one JSON file a GPU.",
+        shown="in the user's cache folder",
     )
 
     def __post_init__(self) -> None:
@@ -198,6 +212,17 @@ def override(**values: Any) -> Iterator[Settings]:
             _current = before
 
 
+def user_cache_dir() -> Path:
+    """Where this platform wants the user's caches, with plait's own folder in it; may not exist."""
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "plait"
+
+
 def environment_report(*prefixes: str) -> dict[str, str]:
     """Variables of the environment whose names start so, as they are now; for `plait doctor`."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(prefixes)}
@@ -228,4 +253,11 @@ if __name__ == "__main__":
     sys.stdout.write(markdown_table())
 
 
-__all__ = ["Settings", "environment_report", "markdown_table", "override", "settings"]
+__all__ = [
+    "Settings",
+    "environment_report",
+    "markdown_table",
+    "override",
+    "settings",
+    "user_cache_dir",
+]

@@ -1,1 +1,1 @@
-"""The command line: one file per command, each with a function `command`."""
+"""The command line: one file per command, each with a function `command` or `add_commands`."""

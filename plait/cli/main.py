@@ -1,7 +1,7 @@
 """The `plait` program: finds its commands in a table and imports only the one that runs.
 
 A command is one file in this folder with a function `command(...)` whose parameters are Typer
-options, plus one row of `COMMANDS`.
+options, plus one row of `COMMANDS`. One with commands of its own has `add_commands(app)` instead.
 """
 
 from __future__ import annotations
@@ -12,22 +12,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 import plait
-from plait.errors import MissingDependencyError, PlaitError
+from plait.errors import DeviceError, MissingDependencyError, PlaitError
 
 if TYPE_CHECKING:
     import typer
 
 COMMANDS = {
+    "bench": "plait.cli.bench",
     "check": "plait.cli.check",
     "demo": "plait.cli.demo",
     "doctor": "plait.cli.doctor",
+    "tune": "plait.cli.tune",
 }
+_GROUPS = {"bench": "Measure plait against torch.", "tune": "Find the fastest configs."}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the program with `argv` (default: the process's arguments); returns the exit code.
 
-    2 for a usage error or a missing package, 1 for a `PlaitError`, which is printed to stderr.
+    2 for a usage error and where a package or a GPU is missing, 1 for another `PlaitError`, which
+    is printed to stderr.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -39,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         app(arguments, prog_name="plait")
     except MissingDependencyError as error:
         print(f"plait: {error}", file=sys.stderr)
+        return 2
+    except DeviceError as error:
+        print(f"plait: {type(error).__name__}: {error}", file=sys.stderr)
         return 2
     except PlaitError as error:
         print(f"plait: {type(error).__name__}: {error}", file=sys.stderr)
@@ -76,7 +83,13 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
         return app
     named = [argument for argument in arguments if argument in COMMANDS][:1]
     for name in named or COMMANDS:
-        app.command(name)(import_module(COMMANDS[name]).command)
+        module = import_module(COMMANDS[name])
+        if name in _GROUPS:
+            group = typer.Typer(help=_GROUPS[name], no_args_is_help=True)
+            module.add_commands(group)
+            app.add_typer(group, name=name)
+        else:
+            app.command(name)(module.command)
     return app
 
 

@@ -18,11 +18,11 @@ from plait.schedules.lang import grouped_raster
 
 @triton.jit
 def add_matrix(acc, ptr, stride_m, stride_n, rows, rows_ok, col, N, BLOCK_N: tl.constexpr):
-    """acc + matrix[rows, col : col + BLOCK_N], in fp32."""
+    """acc + matrix[rows, col : col + BLOCK_N], in the dtype of acc: fp32, or int32 unscaled."""
     offs_n = col + tl.arange(0, BLOCK_N)
     offsets = rows.to(tl.int64)[:, None] * stride_m + offs_n.to(tl.int64)[None, :] * stride_n
     mask = rows_ok[:, None] & (offs_n < N)[None, :]
-    return acc + tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    return acc + tl.load(ptr + offsets, mask=mask, other=0.0).to(acc.dtype)
 
 
 @triton.jit(do_not_specialize=["num_batches", "split_k", "num_splits"])
@@ -53,8 +53,10 @@ def _matmul_kernel(
     stride_w0k,
     stride_w1n,
     stride_w1k,
+    stride_xsb,
     stride_xsm,
     stride_xsk,
+    stride_wsb,
     stride_wsn,
     stride_wsk,
     stride_bias0,
@@ -65,6 +67,7 @@ def _matmul_kernel(
     stride_ob,
     stride_om,
     stride_on,
+    stride_pb,
     stride_pm,
     stride_pn,
     x_batch_rows,
@@ -101,7 +104,7 @@ def _matmul_kernel(
     num_n = tl.cdiv(N, BLOCK_N)
     tiles = num_m * num_n
     total = tiles * num_batches * num_splits if SPLIT else tiles * num_batches
-    ACC_DTYPE: tl.constexpr = tl.int32 if INTEGER else tl.float32
+    ACC_DTYPE: tl.constexpr = tl.int32 if INTEGER and SCALES != "blocks" else tl.float32
     for index in range(tl.program_id(0), total, tl.num_programs(0)):
         # Splits of one tile run side by side: they share nothing but end together.
         split = index % num_splits if SPLIT else 0
@@ -120,6 +123,11 @@ def _matmul_kernel(
         b_first = 0
         x_tile = x
         w_tile = w0
+        x_scale = x_scale_ptr
+        w_scale = w_scale_ptr
+        if BATCHED and SCALES != "none":
+            x_scale = x_scale_ptr + tl.cast(batch, tl.int64) * stride_xsb
+            w_scale = w_scale_ptr + tl.cast(batch, tl.int64) * stride_wsb
         if BATCHED:
             if DESC:
                 x_row = row + batch * x_batch_rows
@@ -137,7 +145,7 @@ def _matmul_kernel(
             )  # fmt: skip
         elif SCALES == "blocks":
             acc = accumulate_scaled_tile(
-                acc, x_tile, w_tile, x_scale_ptr, w_scale_ptr, x_row, rows, rows_ok, col, N, K,
+                acc, x_tile, w_tile, x_scale, w_scale, x_row, rows, rows_ok, col, N, K,
                 stride_xm, stride_xk, stride_w0n, stride_w0k,
                 stride_xsm, stride_xsk, stride_wsn, stride_wsk,
                 BLOCK_N, BLOCK_K, DESC, B_KN, k_begin, k_end, b_first,
@@ -157,16 +165,18 @@ def _matmul_kernel(
         else:
             if SCALES == "rows":
                 acc = scale_rows_and_columns(
-                    acc, x_scale_ptr, w_scale_ptr, rows, rows_ok, col, N, stride_xsm, stride_wsn,
-                    BLOCK_N,
+                    acc, x_scale, w_scale, rows, rows_ok, col, N, stride_xsm, stride_wsn, BLOCK_N,
                 )  # fmt: skip
             if HAS_ADDEND:
                 addend = addend_ptr + tl.cast(batch, tl.int64) * stride_ab
                 acc = add_matrix(acc, addend, stride_am, stride_an, rows, rows_ok, col, N, BLOCK_N)
             out = out_ptr + tl.cast(batch, tl.int64) * stride_ob
+            pre0 = pre0_ptr
+            if BATCHED and STORE_PRE:
+                pre0 = pre0_ptr + tl.cast(batch, tl.int64) * stride_pb
             finish_tile(
                 acc, up, bias0_ptr, bias1_ptr, stride_bias0, stride_bias1,
-                pre0_ptr, pre1_ptr, stride_pm, stride_pn, out, stride_om, stride_on,
+                pre0, pre1_ptr, stride_pm, stride_pn, out, stride_om, stride_on,
                 rows, rows_ok, col, N, BLOCK_M, BLOCK_N,
                 NUM_WEIGHTS, ACT, HAS_BIAS, STORE_PRE,
             )  # fmt: skip
@@ -185,7 +195,9 @@ def _sum_splits_kernel(
     M,
     N,
     num_splits,
+    stride_xsb,
     stride_xsm,
+    stride_wsb,
     stride_wsn,
     stride_bias,
     stride_ab,
@@ -194,6 +206,7 @@ def _sum_splits_kernel(
     stride_ob,
     stride_om,
     stride_on,
+    stride_pb,
     stride_pm,
     stride_pn,
     BLOCK_M: tl.constexpr,
@@ -224,15 +237,20 @@ def _sum_splits_kernel(
     for split in range(1, num_splits):
         acc += tl.load(parts_ptr + split * part_size + offsets, mask=mask, other=0)
     if SCALES == "rows":
+        x_scale = x_scale_ptr + tl.cast(batch, tl.int64) * stride_xsb
+        w_scale = w_scale_ptr + tl.cast(batch, tl.int64) * stride_wsb
         acc = scale_rows_and_columns(
-            acc, x_scale_ptr, w_scale_ptr, rows, rows_ok, col, N, stride_xsm, stride_wsn, BLOCK_N
+            acc, x_scale, w_scale, rows, rows_ok, col, N, stride_xsm, stride_wsn, BLOCK_N
         )
     if HAS_ADDEND:
         addend = addend_ptr + tl.cast(batch, tl.int64) * stride_ab
         acc = add_matrix(acc, addend, stride_am, stride_an, rows, rows_ok, col, N, BLOCK_N)
     out = out_ptr + tl.cast(batch, tl.int64) * stride_ob
+    pre = pre_ptr
+    if STORE_PRE:
+        pre = pre_ptr + tl.cast(batch, tl.int64) * stride_pb
     finish_tile(
         acc, acc, bias_ptr, bias_ptr, stride_bias, stride_bias,
-        pre_ptr, pre_ptr, stride_pm, stride_pn, out, stride_om, stride_on,
+        pre, pre, stride_pm, stride_pn, out, stride_om, stride_on,
         rows, rows_ok, col, N, BLOCK_M, BLOCK_N, 1, ACT, HAS_BIAS, STORE_PRE,
     )  # fmt: skip

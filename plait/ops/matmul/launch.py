@@ -23,6 +23,9 @@ from plait.ops.matmul.operands import (
     weights_are_kn,
 )
 
+# What the kernel does not touch is None, or a stride of 1: Triton drops both from the launch.
+_UNUSED = 1
+
 _PRECISE_FP8_STEP = 128  # products that the short accumulator may add before fp32 takes over
 
 
@@ -31,7 +34,7 @@ class Scaling:
     """Scales of quantized operands, fp32.
 
     Kind "rows": x [M] or [1], weight [N] or [1]. Kind "blocks": x [M, K / 128], weight [N / 128,
-    K / 128], both rounded up.
+    K / 128], both rounded up. With B in front for batches, except [1].
     """
 
     kind: Literal["rows", "blocks"]
@@ -73,7 +76,7 @@ def plan_matmul(
     K = x.shape[-1]
     split_k = -(-max(K, 1) // config.splits // config.block_k) * config.block_k
     integer = x.dtype is torch.int8
-    parts = out
+    parts = None
     if config.splits > 1:
         parts_dtype = torch.int32 if integer else torch.float32
         parts = out.new_empty((config.splits, num_batches, M, N), dtype=parts_dtype)
@@ -98,12 +101,12 @@ def plan_matmul(
         "INTEGER": integer,
         "DESC": config.desc,
         "PRECISION": precision or dot_precision(x.dtype),
-        "IMPRECISE_ACC": _imprecise_acc(x.dtype, fast_accum),
+        "IMPRECISE_ACC": _imprecise_acc(x.dtype, fast_accum, config.block_k),
     }
     tiles = -(-M // config.block_m) * -(-N // config.block_n) * num_batches * config.splits
     grid = min(tiles, num_sms * config.blocks_per_sm)
     program.add(Launch(_matmul_kernel, grid, args, config.num_warps, config.num_stages))
-    if config.splits > 1:
+    if parts is not None:
         program.add(_sum_splits(parts, num_batches, M, N, config.splits, epilogue))
     return program
 
@@ -116,9 +119,11 @@ def _sum_splits(
     block_m = 1 if M == 1 else 4
     block_n = 256 if M == 1 else 128
     shared = (
-        "x_scale_ptr", "w_scale_ptr", "addend_ptr", "out_ptr", "stride_xsm", "stride_wsn",
-        "stride_ab", "stride_am", "stride_an", "stride_ob", "stride_om", "stride_on",
-        "stride_pm", "stride_pn", "SCALES", "ACT", "HAS_BIAS", "HAS_ADDEND", "STORE_PRE",
+        "x_scale_ptr", "w_scale_ptr", "addend_ptr", "out_ptr",
+        "stride_xsb", "stride_xsm", "stride_wsb", "stride_wsn", "stride_ab",
+        "stride_am", "stride_an", "stride_ob", "stride_om", "stride_on",
+        "stride_pb", "stride_pm", "stride_pn",
+        "SCALES", "ACT", "HAS_BIAS", "HAS_ADDEND", "STORE_PRE",
     )  # fmt: skip
     args = {
         **{name: epilogue[name] for name in shared},
@@ -137,10 +142,10 @@ def _sum_splits(
     return Launch(_sum_splits_kernel, grid, args, num_warps=4, num_stages=1)
 
 
-def _imprecise_acc(dtype: torch.dtype, fast_accum: bool) -> int | None:
+def _imprecise_acc(dtype: torch.dtype, fast_accum: bool, block_k: int) -> int | None:
     if dtype not in FP8_DTYPES or fast_accum:
         return None
-    return _PRECISE_FP8_STEP
+    return min(_PRECISE_FP8_STEP, block_k)  # Triton takes no more than one step of K
 
 
 def _operands(x: torch.Tensor, weights: Sequence[torch.Tensor], config: Config) -> dict[str, Any]:
@@ -149,17 +154,19 @@ def _operands(x: torch.Tensor, weights: Sequence[torch.Tensor], config: Config) 
     return {
         "x": row_operand(merge_batches(x) if config.desc else x, config),
         "w0": weight_operand(_merged_weight(w0, kn) if config.desc else w0, config, kn),
-        "w1": weight_operand(_merged_weight(w1, kn) if config.desc else w1, config, kn),
-        "stride_xb": x.stride(0) if x.dim() == 3 else 0,
+        "w1": None if len(weights) == 1 else weight_operand(w1, config, kn),
+        "stride_xb": _batch_stride(x),
         "stride_xm": x.stride(-2),
         "stride_xk": x.stride(-1),
-        "stride_w0b": w0.stride(0) if w0.dim() == 3 else 0,
+        "stride_w0b": _batch_stride(w0),
         "stride_w0n": w0.stride(-2),
         "stride_w0k": w0.stride(-1),
-        "stride_w1n": w1.stride(-2),
-        "stride_w1k": w1.stride(-1),
-        "x_batch_rows": batch_rows(x),
-        "w_batch_rows": batch_rows(w0.transpose(-1, -2) if kn else w0),
+        "stride_w1n": _UNUSED if len(weights) == 1 else w1.stride(-2),
+        "stride_w1k": _UNUSED if len(weights) == 1 else w1.stride(-1),
+        "x_batch_rows": batch_rows(x) if x.dim() == 3 else _UNUSED,
+        "w_batch_rows": batch_rows(w0.transpose(-1, -2) if kn else w0)
+        if w0.dim() == 3
+        else _UNUSED,
         "B_KN": kn,
     }
 
@@ -176,34 +183,27 @@ def _epilogue(
     scaling: Scaling | None,
     activation: str,
 ) -> dict[str, Any]:
-    # `out` stands in for what the kernel does not touch: an address is needed, any will do.
-    bias0, bias1 = (biases[0], biases[-1]) if biases else (out, out)
-    pre0, pre1 = (pre[0], pre[-1]) if pre else (out, out)
-    added = out if addend is None else addend
-    x_scale, w_scale = (out, out) if scaling is None else (scaling.x, scaling.weight)
+    bias0, bias1 = (biases[0], biases[-1]) if biases else (None, None)
+    pre0, pre1 = (pre[0], pre[-1]) if pre else (None, None)
+    x_scale, w_scale = (None, None) if scaling is None else (scaling.x, scaling.weight)
+    if addend is not None:
+        addend = addend.expand(out.shape)  # one matrix may serve all batches
     return {
         "x_scale_ptr": x_scale,
         "w_scale_ptr": w_scale,
         "bias0_ptr": bias0,
         "bias1_ptr": bias1,
-        "addend_ptr": added,
+        "addend_ptr": addend,
         "out_ptr": out,
         "pre0_ptr": pre0,
         "pre1_ptr": pre1,
-        "stride_xsm": _scale_stride(x_scale, 0),
-        "stride_xsk": _scale_stride(x_scale, 1),
-        "stride_wsn": _scale_stride(w_scale, 0),
-        "stride_wsk": _scale_stride(w_scale, 1),
-        "stride_bias0": bias0.stride(-1),
-        "stride_bias1": bias1.stride(-1),
-        "stride_ab": added.stride(0) if added.dim() == 3 else 0,
-        "stride_am": added.stride(-2),
-        "stride_an": added.stride(-1),
-        "stride_ob": out.stride(0) if out.dim() == 3 else 0,
-        "stride_om": out.stride(-2),
-        "stride_on": out.stride(-1),
-        "stride_pm": pre0.stride(-2),
-        "stride_pn": pre0.stride(-1),
+        **_scale_strides("xs", "m", x_scale, scaling),
+        **_scale_strides("ws", "n", w_scale, scaling),
+        "stride_bias0": _UNUSED if bias0 is None else bias0.stride(-1),
+        "stride_bias1": _UNUSED if bias1 is None else bias1.stride(-1),
+        **_matrix_strides("a", "mn", addend),
+        **_matrix_strides("o", "mn", out),
+        **_matrix_strides("p", "mn", pre0),
         "SCALES": "none" if scaling is None else scaling.kind,
         "ACT": activation,
         "HAS_BIAS": bool(biases),
@@ -212,9 +212,32 @@ def _epilogue(
     }
 
 
-def _scale_stride(scale: torch.Tensor, dim: int) -> int:
-    """0 along a dim of size 1 (one scale for all), or that is not there."""
-    return scale.stride(dim) if scale.dim() > dim and scale.shape[dim] > 1 else 0
+def _batch_stride(tensor: torch.Tensor) -> int:
+    return tensor.stride(0) if tensor.dim() == 3 else _UNUSED
+
+
+def _matrix_strides(name: str, dims: str, matrix: torch.Tensor | None) -> dict[str, int]:
+    """Strides of batch, row and column."""
+    if matrix is None:
+        return dict.fromkeys((f"stride_{name}b", *(f"stride_{name}{dim}" for dim in dims)), _UNUSED)
+    return {
+        f"stride_{name}b": _batch_stride(matrix),
+        f"stride_{name}{dims[0]}": matrix.stride(-2),
+        f"stride_{name}{dims[1]}": matrix.stride(-1),
+    }
+
+
+def _scale_strides(
+    name: str, row: str, scale: torch.Tensor | None, scaling: Scaling | None
+) -> dict[str, int]:
+    """Strides of batch, row and block of K; 0 along a dim of size 1, or that is not there."""
+    if scale is None or scaling is None:
+        return dict.fromkeys((f"stride_{name}b", f"stride_{name}{row}", f"stride_{name}k"), _UNUSED)
+    dims = [scale.stride(i) if scale.shape[i] > 1 else 0 for i in range(scale.dim())]
+    if scaling.kind == "rows":
+        dims = [*dims, 0]
+    batch, rows, blocks = [*[0] * (3 - len(dims)), *dims]
+    return {f"stride_{name}b": batch, f"stride_{name}{row}": rows, f"stride_{name}k": blocks}
 
 
 __all__ = ["Scaling", "plan_matmul"]
