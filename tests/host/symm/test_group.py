@@ -229,6 +229,23 @@ def test_memory_is_reported_and_the_workspace_grows():
         assert sizes[3] == sizes[4] == sizes[5]
 
 
+def test_forty_eight_layers_share_one_workspace():
+    """Two operators a layer, and not a byte more than the first layer took."""
+    weights = [torch.randn(16, 16) for _ in range(2)]
+
+    def fn(group):
+        x, memory = torch.randn(4, 16), []
+        for _ in range(48):
+            hidden = plait.ag_gemm(x, weights[group.rank], group=group)
+            x = plait.gemm_rs(hidden, weights[group.rank], group=group) / 16
+            memory.append(group.memory())
+        return memory
+
+    for memory in run_virtual(fn, 2):
+        assert memory[0] == memory[-1]
+        assert memory[0]["region 0"] > 0
+
+
 def test_more_than_the_workspace_is_refused_with_the_setting_to_change():
     def fn(group):
         limit = group.workspace.capacity_bytes
