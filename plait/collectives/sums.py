@@ -26,7 +26,7 @@ from plait.symm.workspace import Region
 
 SUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_SLICE_ELEMENTS = 1 << 30  # offsets within a slot are 32 bits wide
-_MIN_BLOCK, _MAX_BLOCK = 256, 8192  # elements of a tile: one vector access a thread, up to eight
+_MIN_BLOCK, _MAX_BLOCK = 256, 4096  # elements of a tile; 8192 spills with Triton 3.9
 _TILES_PER_SM = 4  # so that a small tensor is spread over all SMs
 
 

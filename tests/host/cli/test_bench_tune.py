@@ -204,7 +204,7 @@ def test_bench_reports_a_product(gpu, tmp_path, capsys):
     assert row["roof_tflops"] == pytest.approx(roof)
     assert row["roof_share"] == pytest.approx(row["tflops"] / roof)
     assert {"torch", "triton", "plait"} <= set(row["versions"])
-    assert row["command"].startswith("plait ")
+    assert row["command"].startswith("plait")
     assert row["rounds"] == 6
     assert row["clocks"] == "1980 MHz"
     assert [rounds for names, rounds in gpu.timed if "plait" in names] == [6, 6]
