@@ -18,7 +18,7 @@ import torch
 from plait.backends import base
 from plait.backends.base import Executor
 from plait.backends.commands import Launch, Program
-from plait.errors import DeadlockError, GroupError, WorldStoppedError
+from plait.errors import DeadlockError, GroupError, RanksDisagreeError, WorldStoppedError
 from plait.settings import settings
 from plait.symm.virtual.observe import Observer
 from plait.symm.virtual.schedule import Candidate, Schedule
@@ -116,7 +116,10 @@ class World:
             self.error, self.failed_rank = error, rank
         self.stopped = True
 
-    def _stopped_error(self) -> WorldStoppedError:
+    def _stopped_error(self) -> WorldStoppedError | RanksDisagreeError:
+        """What a rank that waits gets when another has failed; disagreement is everyone's error."""
+        if isinstance(self.error, RanksDisagreeError):
+            return RanksDisagreeError(self.error.signatures)
         return WorldStoppedError(
             -1 if self.failed_rank is None else self.failed_rank, repr(self.error)
         )

@@ -229,6 +229,23 @@ def test_memory_is_reported_and_the_workspace_grows():
         assert sizes[3] == sizes[4] == sizes[5]
 
 
+def test_every_rank_learns_that_the_ranks_disagree():
+    heard = []
+
+    def fn(group):
+        operator = plait.all_gather if group.rank else plait.all_reduce
+        try:
+            operator(torch.ones(4), group=group)
+        except RanksDisagreeError as error:
+            heard.append((group.rank, str(error)))
+            raise
+
+    with pytest.raises(RanksDisagreeError):
+        run_virtual(fn, 3)
+    assert sorted(rank for rank, _ in heard) == [0, 1, 2]
+    assert all("all_gather" in text and "all_reduce" in text for _, text in heard)
+
+
 def test_forty_eight_layers_share_one_workspace():
     """Two operators a layer, and not a byte more than the first layer took."""
     weights = [torch.randn(16, 16) for _ in range(2)]
