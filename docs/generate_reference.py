@@ -22,7 +22,7 @@ SECTIONS = {
     "Collectives": ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"),
     "Matrix product": ("matmul",),
     "Virtual ranks": ("run_virtual",),
-    "What ran": ("last_run",),
+    "What ran": ("last_run", "trace"),
 }
 GROUP_METHODS = (
     "from_process_group",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from plait.collectives.reduce_scatter import reduce_scatter
     from plait.ops.matmul.api import matmul
     from plait.overlap.ag_gemm.api import ag_gemm
+    from plait.overlap.common.trace import trace
     from plait.overlap.gemm_ar.api import gemm_ar
     from plait.overlap.gemm_rs.api import gemm_rs
     from plait.runtime.record import last_run
@@ -38,6 +39,7 @@ _NAMES = {
     "matmul": "plait.ops.matmul.api",
     "reduce_scatter": "plait.collectives.reduce_scatter",
     "run_virtual": "plait.testing.ranks",
+    "trace": "plait.overlap.common.trace",
 }
 _MODULES = ("errors", "settings")
 
@@ -72,4 +74,5 @@ __all__ = [
     "reduce_scatter",
     "run_virtual",
     "settings",
+    "trace",
 ]

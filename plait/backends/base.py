@@ -20,6 +20,7 @@ class Executor(abc.ABC):
     """Runs a rank's programs in order."""
 
     device: torch.device
+    early_launches = True  # whether kernels of this rank may start before the one before has ended
 
     @property
     @abc.abstractmethod

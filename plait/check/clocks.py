@@ -97,23 +97,29 @@ class VectorClock:
 
 
 class BlockClocks:
-    """The three clocks of one block.
+    """The clocks of one block.
 
     `lead` is what thread 0 knows, who alone executes scalar atomics; `cta` is what the block's
-    threads know and did; `async_proxy` is what TMA operations of the block know and did.
+    threads know and did; `async_proxy` is what TMA operations of the block know and did. Which
+    thread executes a lane of a vector atomic is not known: it surely knows what all threads knew
+    at the `last_barrier`, and the others learn what it acquired (`lanes`) at the next one.
     """
 
-    __slots__ = ("async_proxy", "cta", "lead")
+    __slots__ = ("async_proxy", "cta", "lanes", "last_barrier", "lead")
 
     def __init__(self, start: VectorClock) -> None:
         self.lead = start.copy()
         self.cta = start.copy()
         self.async_proxy = start.copy()
+        self.last_barrier = start.copy()
+        self.lanes = start.copy()
 
     def barrier(self) -> None:
-        """A CTA barrier: thread 0 and the other threads know the same."""
+        """A CTA barrier: all threads know the same."""
         self.lead.join(self.cta)
+        self.lead.join(self.lanes)
         self.cta.join(self.lead)
+        self.last_barrier.join(self.lead)
 
     def proxy_fence(self) -> None:
         """`fence.proxy.async`: plain and TMA accesses are ordered with each other, both ways.
@@ -125,7 +131,7 @@ class BlockClocks:
 
     def merge_into(self, clock: VectorClock) -> None:
         """At the end of the block: all it knew and did becomes part of `clock`."""
-        for mine in (self.lead, self.cta, self.async_proxy):
+        for mine in (self.lead, self.cta, self.async_proxy, self.lanes):
             clock.join(mine)
 
 

@@ -3,8 +3,8 @@
 Every access is stamped with the vector clock of who made it (`clocks.py`) and compared with what
 the shadow memory holds (`shadow.py`). A race is reported when nothing orders two accesses, even if
 this schedule happened to give the right values. What orders: streams, events, host
-synchronisation, a release read by an acquire of sufficient scope, CTA barriers between thread 0
-(who executes atomics) and the other threads, and the proxy fence between plain and TMA accesses.
+synchronisation, a release read by an acquire of sufficient scope, CTA barriers between the thread
+that executes an atomic and the others, and the proxy fence between plain and TMA accesses.
 Threads of one block are not checked against each other.
 """
 
@@ -239,21 +239,29 @@ class RaceDetector(Observer):
         poll: bool,
         scope: str,
         site: Site,
+        vector: bool = False,
     ) -> None:
-        """Release: publish what thread 0 knows. Acquire: learn, and a CTA barrier."""
+        """Release: publish what the executing thread knows. Acquire: learn.
+
+        The result of a scalar acquire reaches all threads through shared memory, which takes a CTA
+        barrier. The lanes of a vector's stay with their threads until the kernel has a barrier.
+        """
         assert scope in ("cta", "gpu", "sys"), f"unknown scope {scope!r}"
         self._counters.atomic(
             block, address, acquire=acquire, release=release, poll=poll, scope=scope, site=site
         )
         clocks: BlockClocks = block.data[_STATE].clocks
         if release and not poll:
-            # Thread 0 executes the atomic: without a barrier before it, the other threads' stores
-            # are in `cta` only and stay unpublished.
-            self._word(address).publish(clocks.lead, scope, block.rank)
+            # One thread executes the atomic: without a barrier before it, the other threads'
+            # stores are in `cta` only and stay unpublished.
+            known = clocks.last_barrier if vector else clocks.lead
+            self._word(address).publish(known, scope, block.rank)
         if acquire and scope != "cta":
             if address in self._words:
-                self._words[address].acquire_into(clocks.lead, scope, block.rank)
-            clocks.barrier()  # the result reaches the other threads through shared memory
+                learns = clocks.lanes if vector else clocks.lead
+                self._words[address].acquire_into(learns, scope, block.rank)
+            if not vector:
+                clocks.barrier()
 
     def _word(self, address: int) -> WordClock:
         return self._words.setdefault(address, WordClock())

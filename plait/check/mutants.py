@@ -25,7 +25,7 @@ _PRIMITIVES = ("atomic_", "debug_barrier", "fence_proxy_async")
 _WEAKER_SEM = {"acq_rel": ("acquire", "release"), "acquire": ("relaxed",), "release": ("relaxed",)}
 _WEAKER_SCOPE = {"sys": ("gpu",), "gpu": ("cta",)}
 CASE_PROGRAM = "(case)"  # programs of this name prepare inputs: they belong to no operator
-_SHIFTED = ("epoch", "word")  # parameters that mutants shift by one
+_SHIFTED = ("epoch", "word", "first")  # parameters that mutants shift by one
 _WORD_POINTERS = {"word_ptr", "group_word_ptr", "CTX_MIRROR"}  # a store through these is a step
 
 
@@ -129,6 +129,9 @@ def _mutants_of_function(
     for nth, _ in enumerate(_peer_loops(definition, protocol)):
         name = f"{where}: loop {nth} without the last rank"
         yield Mutant(name, "one rank is left out", shorten_loop(where, nth, protocol))
+    for nth, _ in enumerate(_peer_masks(definition)):
+        name = f"{where}: lanes {nth} without the last rank"
+        yield Mutant(name, "one rank is left out", shorten_mask(where, nth))
     for nth, _ in enumerate(_advances(definition)):
         yield Mutant(f"{where}: epoch {nth} not advanced", "+ 1 left out", keep_epoch(where, nth))
 
@@ -175,6 +178,18 @@ def shorten_loop(function: str, occurrence: int, protocol: set[str]) -> KernelRe
         if definition.name == function:
             end = list(_peer_loops(definition, protocol))[occurrence].args
             end[0] = ast.BinOp(end[0], ast.Sub(), ast.Constant(1))
+        return definition
+
+    return rewrite
+
+
+def shorten_mask(function: str, occurrence: int = 0) -> KernelRewrite:
+    """Leave the last rank out of an atomic of all ranks' words."""
+
+    def rewrite(definition: ast.FunctionDef) -> ast.FunctionDef:
+        if definition.name == function:
+            bound = list(_peer_masks(definition))[occurrence].comparators
+            bound[0] = ast.BinOp(bound[0], ast.Sub(), ast.Constant(1))
         return definition
 
     return rewrite
@@ -239,6 +254,17 @@ def _peer_loops(definition: ast.FunctionDef, protocol: set[str]) -> Iterator[ast
                 yield node.iter
 
 
+def _peer_masks(definition: ast.FunctionDef) -> Iterator[ast.Compare]:
+    """`ranks < world_size` where the function has an atomic: which lanes take part in it."""
+    if not any(_callee(call).startswith("atomic_") for call in _calls(definition)):
+        return
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Compare) and [type(each) for each in node.ops] == [ast.Lt]:
+            names = _names(node.comparators[0])
+            if "get_world_size" in names or "world_size" in names:
+                yield node
+
+
 def _advances(definition: ast.FunctionDef) -> Iterator[ast.BinOp]:
     for node in ast.walk(definition):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
@@ -258,5 +284,6 @@ __all__ = [
     "offset_argument",
     "remove_call",
     "shorten_loop",
+    "shorten_mask",
     "weaken",
 ]

@@ -125,6 +125,7 @@ class Counters(Observer):
         poll: bool,
         scope: str,
         site: Site,
+        vector: bool = False,
     ) -> None:
         """Count polls, other atomics, and releases as signals."""
         counts = self.ranks[block.rank]

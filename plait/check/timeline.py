@@ -13,6 +13,7 @@ from os import PathLike
 from typing import Any, Literal
 
 from plait.errors import ArgumentError
+from plait.runtime.perfetto import Slice, to_perfetto
 from plait.symm.virtual.observe import Block, Item, Observer
 
 SpanKind = Literal["kernel", "compute", "wait", "copy", "signal", "call"]
@@ -79,28 +80,16 @@ class TimelineRecorder(Observer):
 
     def to_perfetto(self) -> dict[str, Any]:
         """The trace in Chrome's JSON format: pid is the rank, tid the lane, times in us."""
-        events: list[dict[str, Any]] = []
-        lanes = sorted({(span.rank, span.lane) for span in self.spans}, key=lane_order)
-        numbers = {lane: number for number, lane in enumerate(lanes)}
-        for rank in sorted({rank for rank, _ in lanes}):
-            events.append(_metadata("process_name", rank, 0, name=f"rank {rank}"))
-        for (rank, lane), number in numbers.items():
-            events.append(_metadata("thread_name", rank, number, name=lane))
-            events.append(_metadata("thread_sort_index", rank, number, sort_index=number))
-        for span in sorted(self.spans, key=lambda s: (s.start_ns, -s.end_ns)):
-            events.append(
-                {
-                    "ph": "X",
-                    "name": span.name,
-                    "cat": span.kind,
-                    "pid": span.rank,
-                    "tid": numbers[span.rank, span.lane],
-                    "ts": span.start_ns / 1000,
-                    "dur": (span.end_ns - span.start_ns) / 1000,
-                    "args": {"operator": span.operator, "call": span.call, **span.details},
-                }
+        slices = [
+            Slice(
+                span.rank, span.lane, span.kind, span.name, span.start_ns, span.end_ns,
+                {"operator": span.operator, "call": span.call, **span.details},
             )
-        return {"traceEvents": events, "displayTimeUnit": "ns"}
+            for span in self.spans
+        ]  # fmt: skip
+        return to_perfetto(
+            slices, sorted({(span.rank, span.lane) for span in self.spans}, key=lane_order)
+        )
 
     def save_json(self, path: str | PathLike[str]) -> None:
         """Write `to_perfetto()` to `path`."""
@@ -202,10 +191,6 @@ class TimelineRecorder(Observer):
             start, address = wait
             lane = f"block {block.index}"
             self._add(block.item, lane, "wait", "wait", start, now, address=hex(address))
-
-
-def _metadata(what: str, rank: int, tid: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": tid, "args": args}
 
 
 def lane_order(lane: tuple[int, str]) -> tuple[int, bool, str, bool, int, str]:

@@ -28,10 +28,14 @@ def add_commands(app: typer.Typer) -> None:
     """Give the app the commands of `plait bench`."""
     import typer
 
+    from plait.cli.bench_overlap import add_overlap_commands
+
     @app.command("gemm")
     def gemm(
         sizes: list[int] | None = typer.Argument(None, metavar="[M N K]", show_default=False),
-        shapes: Path | None = typer.Option(None, help="Many: one `M N K` a line; JSON, YAML."),
+        shapes: Path | None = typer.Option(
+            None, help="Many: one `M N K`, or `B M N K`, a line; JSON, YAML."
+        ),
         dtype: str = typer.Option(
             "bfloat16", help="float16, bfloat16, float32 or float8_e4m3; also bf16 and so on."
         ),
@@ -41,6 +45,7 @@ def add_commands(app: typer.Typer) -> None:
         layout: str = typer.Option("nk", help="How the weight lies in memory: nk or kn."),
         tf32: bool = typer.Option(False, help="For float32: let both sides round to tf32."),
         impl: str = typer.Option("tuned", help="tuned (by table) or default (computed)."),
+        host: bool = typer.Option(False, help="Host time of a planned call, too."),
         iters: int = typer.Option(20, min=1, help="Timed rounds."),
         json_file: Path | None = typer.Option(
             None, "--json", metavar="FILE", help="Append one JSON object a line."
@@ -55,9 +60,11 @@ def add_commands(app: typer.Typer) -> None:
         if (shapes is None) == (not sizes) or (sizes and len(sizes) != 3):
             raise typer.BadParameter("give M N K, or --shapes FILE")
         request = Request(
-            tuple(sizes or ()), shapes, dtype, scales, fast_accum, batch, layout, tf32, impl
+            tuple(sizes or ()), shapes, dtype, scales, fast_accum, batch, layout, tf32, impl, host
         )
         bench_gemm(request, rounds=iters, json_file=json_file, plot=plot)
+
+    add_overlap_commands(app)
 
 
 @dataclass(frozen=True)
@@ -73,25 +80,32 @@ class Request:
     layout: str = "nk"
     tf32: bool = False
     impl: str = "tuned"
+    host: bool = False
 
     def problems(self) -> list[Problem]:
         """The products asked for; ArgumentError if something does not fit."""
         from plait.checks import check_one_of
-        from plait.cli.shapes import read_shapes
+        from plait.cli.shapes import read_batched_shapes, with_batch
         from plait.ops.matmul.operands import FP8_DTYPES
         from plait.ops.matmul.problem import Problem, parse_dtype
 
         check_one_of("impl", self.impl, ("tuned", "default"))
         check_one_of("layout", self.layout, ("nk", "kn"))
         check_one_of("scales", self.scales, ("tensor", "rows"))
+        if self.host and self.impl != "tuned":
+            remedy = "Leave out --host: a planned call takes the config of the table."
+            raise ArgumentError("impl", "'tuned' with --host", repr(self.impl), remedy)
         dtype = parse_dtype(self.dtype)
         if self.tf32 and dtype.itemsize != 4:
             raise ArgumentError("tf32", "float32 operands", dtype, "Leave out --tf32.")
         scales = self.scales if dtype in FP8_DTYPES else "none"
-        options: dict[str, Any] = {"layout": self.layout, "scales": scales, "batch": self.batch}
+        options: dict[str, Any] = {"layout": self.layout, "scales": scales}
         options["fast_accum"] = self.fast_accum
-        shapes = [self.sizes] if self.shapes is None else read_shapes(self.shapes)
-        return [Problem(M, N, K, dtype, **options) for M, N, K in shapes]
+        shapes = [(0, *self.sizes)] if self.shapes is None else read_batched_shapes(self.shapes)
+        return [
+            Problem(M, N, K, dtype, batch=batch, **options)
+            for batch, M, N, K in with_batch(shapes, self.batch)
+        ]
 
 
 def bench_gemm(
@@ -183,7 +197,7 @@ def _measure_all(
     results = []
     for problem in track(problems, "measuring", console=console, disable=not console.is_terminal):
         impl: Any = request.impl
-        measured = gemm.measure(problem, lab, impl=impl, rounds=rounds)
+        measured = gemm.measure(problem, lab, impl=impl, rounds=rounds, with_host=request.host)
         results.append(measured)
         if json_file is not None:
             line = json.dumps({**gemm.row(measured, roofs, facts), "impl": request.impl})

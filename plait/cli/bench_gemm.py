@@ -8,15 +8,19 @@ from typing import Any, Literal
 
 import torch
 
+import plait
 from plait.cli.tune import RATIO_TITLE, geometric_mean
 from plait.ops.matmul.configs import Config
-from plait.ops.matmul.operands import descriptors_allowed
+from plait.ops.matmul.fused import chosen_config
 from plait.ops.matmul.problem import Operands, Problem, make_operands
-from plait.ops.matmul.tuned import choose_config, config_dict, config_text
+from plait.ops.matmul.tuned import config_dict, config_text
 from plait.runtime.lab import Lab
+from plait.runtime.timing import host_us
 
 ROOF_SIZE = 8192  # M, N and K of the product that stands for the tensor cores' rate
 COPY_BYTES = 1 << 30
+HOST_CALLS = 200
+HOST_TURNS = 5
 Impl = Literal["tuned", "default"]
 
 
@@ -34,6 +38,18 @@ class Roofs:
 
 
 @dataclass(frozen=True)
+class Host:
+    """Microseconds of host time of one call, by `plait.matmul` and by torch.
+
+    `planned`: plait found a plan of an earlier call; it makes two launches where K is split.
+    """
+
+    plait_us: float
+    baseline_us: float
+    planned: bool
+
+
+@dataclass(frozen=True)
 class Measured:
     """One problem's result; times are medians, spreads half the distance between quartiles.
 
@@ -48,6 +64,7 @@ class Measured:
     plait_spread: float | None = None
     baseline_us: float | None = None
     baseline_spread: float | None = None
+    host: Host | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -81,10 +98,13 @@ def measure_roofs(lab: Lab, problem: Problem, rounds: int) -> Roofs:
     )
 
 
-def measure(problem: Problem, lab: Lab, *, impl: Impl, rounds: int) -> Measured:
-    """Check the product, then time it, interleaved with torch's call."""
+def measure(
+    problem: Problem, lab: Lab, *, impl: Impl, rounds: int, with_host: bool = False
+) -> Measured:
+    """Check the product, then time it, interleaved with torch's call; then, if asked, the host."""
     operands = make_operands(problem, lab.device)
-    config, source = _config(problem, operands, lab, impl)
+    use_tables = impl == "tuned"
+    config, source = chosen_config(operands.product(), lab.info, use_tables=use_tables)
     program = operands.program(config, lab.info.num_sms)
     operands.baseline()
     error = operands.error_of(lambda: lab.run(program))
@@ -92,35 +112,49 @@ def measure(problem: Problem, lab: Lab, *, impl: Impl, rounds: int) -> Measured:
         return Measured(problem, config, source, error)
     contestants = {"plait": lambda: lab.run(program), "baseline": operands.baseline}
     times = lab.times(contestants, rounds)
-    plait, baseline = times["plait"], times["baseline"]
+    plait_times, baseline = times["plait"], times["baseline"]
     return Measured(
         problem,
         config,
         source,
         error,
-        plait.median_us,
-        plait.spread,
+        plait_times.median_us,
+        plait_times.spread,
         baseline.median_us,
         baseline.spread,
+        measure_host(operands) if with_host else None,
     )
 
 
-def _config(problem: Problem, operands: Operands, lab: Lab, impl: Impl) -> tuple[Config, str]:
-    info = lab.info
-    allowed = descriptors_allowed(operands.x, [operands.weight], info.arch)
-    return choose_config(
-        problem.M,
-        problem.N,
-        problem.K,
-        problem.dtype,
-        info,
-        allowed,
-        precision=problem.precision,
-        layout=problem.layout,
-        scales=problem.scales,
-        batch=problem.batch,
-        use_tables=impl == "tuned",
-    )
+def measure_host(operands: Operands) -> Host:
+    """Host time of both sides' calls, each allocating its result, in turns.
+
+    Each is the best of `HOST_TURNS` averages over `HOST_CALLS` calls that only enqueue.
+    """
+    product, problem = operands.product(), operands.problem
+    transposed = product.weights[0].mT  # torch pays for no view
+    scales: dict[str, Any] = {}
+    if operands.scaling is not None:
+        scales = {"x_scale": operands.scaling.x, "weight_scale": operands.scaling.weight}
+        scales["fast_accum"] = problem.fast_accum
+
+    def ours() -> object:
+        return plait.matmul(product.x, product.weights[0], impl="fused", **scales)
+
+    def theirs() -> object:
+        return torch.matmul(product.x, transposed)
+
+    calls = {"plait": ours, "torch": theirs if not scales else operands.baseline}
+    for _ in range(2):
+        ours()  # plans, then finds its plan
+    record = plait.last_run()
+    turns = [
+        {name: host_us(call, HOST_CALLS, repeats=1) for name, call in calls.items()}
+        for _ in range(HOST_TURNS)
+    ]
+    best = {name: min(turn[name] for turn in turns) for name in calls}
+    planned = record is not None and record.detail == "planned"
+    return Host(best["plait"], best["torch"], planned)
 
 
 def row(measured: Measured, roofs: Roofs, facts: dict[str, Any]) -> dict[str, Any]:
@@ -146,6 +180,9 @@ def row(measured: Measured, roofs: Roofs, facts: dict[str, Any]) -> dict[str, An
         "tflops": measured.tflops,
         "roof_tflops": roof,
         "roof_share": None if measured.tflops is None else measured.tflops / roof,
+        "host_us": measured.host and measured.host.plait_us,
+        "host_baseline_us": measured.host and measured.host.baseline_us,
+        "host_planned": measured.host and measured.host.planned,
         "error": measured.error if measured.error < float("inf") else "not finite",
         "config": config_dict(measured.config),
         "source": measured.source,
@@ -162,6 +199,9 @@ def result_table(results: Sequence[Measured], roofs: Roofs, title: str) -> Any:
     table.add_column("dtype")
     for name in ("plait us", "torch us", "torch/plait", "TFLOP/s", "of roof"):
         table.add_column(name, justify="right")
+    with_host = any(each.host is not None for each in results)
+    if with_host:
+        table.add_column("host us, plait/torch", justify="right")
     table.add_column("config")
     table.add_column("source")
     for each in results:
@@ -176,8 +216,17 @@ def result_table(results: Sequence[Measured], roofs: Roofs, title: str) -> Any:
                 f"{each.tflops:.1f}",
                 f"{share:.0%}",
             ]
+        if with_host:
+            cells.append(_host_text(each.host))
         table.add_row(each.problem.shape_text, dtype, *cells, config_text(each.config), each.source)
     return table
+
+
+def _host_text(host: Host | None) -> str:
+    if host is None:
+        return ""
+    text = f"{host.plait_us:.1f}/{host.baseline_us:.1f}"
+    return text if host.planned else f"{text}, no plan"
 
 
 def means(results: Sequence[Measured]) -> Any:
@@ -202,4 +251,14 @@ def means(results: Sequence[Measured]) -> Any:
     return table
 
 
-__all__ = ["Measured", "Roofs", "means", "measure", "measure_roofs", "result_table", "row"]
+__all__ = [
+    "Host",
+    "Measured",
+    "Roofs",
+    "means",
+    "measure",
+    "measure_host",
+    "measure_roofs",
+    "result_table",
+    "row",
+]

@@ -217,9 +217,14 @@ def _all_to_all(group: Group, rounds: int) -> None:
 
 
 _IN_FINISH = Equivalent(
-    "signal: debug_barrier 0 removed",
-    "only finish signals here, after a barrier of its own and an acq_rel atomic of thread 0, which "
-    "executes the signal too",
+    "signal_all: debug_barrier 0 removed",
+    "only finish signals all ranks here, after its arrival: what thread 0 acquired there reaches "
+    "the threads that signal with the arrival's result, by a CTA barrier",
+)
+_IN_PROLOGUE = Equivalent(
+    "wait_all: debug_barrier 0 removed",
+    "only the prologue waits for all ranks at once here: nothing of its kernel touches the region, "
+    "and what does comes after it in the streams",
 )
 _PLAIN_LOADS = Equivalent(
     "finish: fence_proxy_async 0 removed", "the region is read by plain loads, not by descriptors"
@@ -227,11 +232,7 @@ _PLAIN_LOADS = Equivalent(
 _NO_MIRROR = Equivalent(
     "begin: store 2 removed", "the mirror is what copy engines send, and kernels send here"
 )
-# Every wait's poll ends in a CTA barrier, because its result reaches all threads through shared
-# memory. With one rank nobody is waited for, and the barrier is needed.
-_BEFORE_WAITS = (
-    "with peers, the waits that follow contain CTA barriers: it is for worlds of one rank"
-)
+_BEFORE_WAITS = "the wait for all ranks that follows contains a CTA barrier, whatever it finds"
 _ONE_BLOCK = (
     "the region is closed by a kernel of one block: what it finishes for ended before it in the "
     "stream, and no other block arrives"
@@ -243,16 +244,18 @@ _CLOSED_BY_ONE_BLOCK = (
     Equivalent("finish: fence_proxy_async 0 removed", _ONE_BLOCK),
     Equivalent("finish: debug_barrier 0 removed", _ONE_BLOCK),
     Equivalent("finish: atomic_add 0 *", _ONE_BLOCK),
-    Equivalent("signal: debug_barrier 0 removed", _ONE_BLOCK),
+    Equivalent("signal_all: debug_barrier 0 removed", _ONE_BLOCK),
+    _IN_PROLOGUE,
 )
 
 CASES: dict[str, Case] = {
-    "ag_gemm": Case(_ag_gemm, rounds=4, equivalents=(_IN_FINISH,)),
+    "ag_gemm": Case(_ag_gemm, rounds=4, equivalents=(_IN_FINISH, _IN_PROLOGUE)),
     "gemm_rs": Case(
         _gemm_rs,
         equivalents=(
             _PLAIN_LOADS,
             _NO_MIRROR,
+            _IN_FINISH,
             Equivalent("_gemm_rs_kernel: debug_barrier 0 removed", _BEFORE_WAITS),
         ),
     ),
@@ -274,16 +277,21 @@ CASES: dict[str, Case] = {
             Equivalent("program all_gather: signal 2 *", _LAST_CHUNK),
         ),
     ),
-    "reduce_scatter": Case(_reduce_scatter, equivalents=(_PLAIN_LOADS, _IN_FINISH)),
-    "all_reduce": Case(_all_reduce, equivalents=(_PLAIN_LOADS, _IN_FINISH)),
+    "reduce_scatter": Case(_reduce_scatter, equivalents=(_PLAIN_LOADS, _IN_FINISH, _IN_PROLOGUE)),
+    "all_reduce": Case(_all_reduce, equivalents=(_PLAIN_LOADS, _IN_FINISH, _IN_PROLOGUE)),
     "all_to_all": Case(_all_to_all, equivalents=_CLOSED_BY_ONE_BLOCK),
     "barrier": Case(
         _barrier,
         equivalents=(
             Equivalent(
-                "signal: debug_barrier 0 removed",
+                "signal_all: debug_barrier 0 removed",
                 "a barrier kernel stores nothing that a peer reads: what it publishes ended before "
                 "it in the stream",
+            ),
+            Equivalent(
+                "wait_all: debug_barrier 0 removed",
+                "a barrier kernel reads nothing that a peer wrote: what does comes after it in the "
+                "stream",
             ),
         ),
     ),

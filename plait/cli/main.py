@@ -22,6 +22,7 @@ COMMANDS = {
     "check": "plait.cli.check",
     "demo": "plait.cli.demo",
     "doctor": "plait.cli.doctor",
+    "trace": "plait.cli.trace",
     "tune": "plait.cli.tune",
 }
 _GROUPS = {"bench": "Measure plait against torch.", "tune": "Find the fastest configs."}

@@ -13,8 +13,10 @@ from plait.errors import MissingDependencyError
 if TYPE_CHECKING:
     import typer
 
+    from plait.ops.matmul.problem import Problem
     from plait.ops.matmul.tune import Clock, Task, Tuned
     from plait.runtime.lab import Lab
+
 RATIO_TITLE = "torch's time over plait's (above 1: plait is faster)"
 
 
@@ -22,13 +24,18 @@ def add_commands(app: typer.Typer) -> None:
     """Give the app the commands of `plait tune`."""
     import typer
 
+    from plait.cli.tune_overlap import add_overlap_command
+
+    add_overlap_command(app)
+
     @app.command("gemm")
     def gemm(
-        shapes: Path = typer.Option(..., help="One `M N K` a line; also JSON or YAML."),
+        shapes: Path = typer.Option(..., help="One `M N K`, or `B M N K`, a line; JSON, YAML."),
         dtype: str = typer.Option("bf16", help="bf16, fp16, fp32 or fp8."),
         scales: str = typer.Option("tensor", help="For fp8: tensor or rows."),
         layout: str = typer.Option("nk", help="How the weight lies in memory: nk or kn."),
         fast_accum: bool = typer.Option(False, help="For fp8: sum in the short accumulator."),
+        batch: int = typer.Option(0, min=0, help="So many products at once, as in torch.bmm."),
         rounds: int = typer.Option(7, min=1, help="Rounds of the best few candidates."),
         out: Path | None = typer.Option(None, help="The table; by default the user's own."),
         limit_s: float | None = typer.Option(None, help="Stop in time, keeping what is done."),
@@ -38,7 +45,7 @@ def add_commands(app: typer.Typer) -> None:
         Compiles all candidates in parallel, checks each result against torch, times them
         interleaved with torch's call, and writes the table after every shape.
         """
-        request = Request(shapes, dtype, scales, layout, fast_accum)
+        request = Request(shapes, dtype, scales, layout, fast_accum, batch)
         tune_gemm(request, rounds=rounds, out=out, limit=limit_s)
 
 
@@ -51,6 +58,24 @@ class Request:
     scales: str = "tensor"
     layout: str = "nk"
     fast_accum: bool = False
+    batch: int = 0
+
+    def problems(self) -> list[Problem]:
+        """The products asked for; ArgumentError if something does not fit."""
+        from plait.checks import check_one_of
+        from plait.cli.shapes import read_batched_shapes, with_batch
+        from plait.ops.matmul.operands import FP8_DTYPES
+        from plait.ops.matmul.problem import Problem, parse_dtype
+
+        check_one_of("layout", self.layout, ("nk", "kn"))
+        check_one_of("scales", self.scales, ("tensor", "rows"))
+        dtype = parse_dtype(self.dtype)
+        options: dict[str, Any] = {"layout": self.layout, "fast_accum": self.fast_accum}
+        options["scales"] = self.scales if dtype in FP8_DTYPES else "none"
+        return [
+            Problem(M, N, K, dtype, batch=batch, **options)
+            for batch, M, N, K in with_batch(read_batched_shapes(self.shapes), self.batch)
+        ]
 
 
 def tune_gemm(
@@ -61,29 +86,18 @@ def tune_gemm(
         from rich.console import Console
     except ImportError:
         raise MissingDependencyError("rich", "plait tune", 'pip install "plait[cli]"') from None
-    from plait.checks import check_one_of
-    from plait.cli.shapes import read_shapes
-    from plait.ops.matmul.operands import FP8_DTYPES
-    from plait.ops.matmul.problem import Problem, parse_dtype
     from plait.ops.matmul.tune import Clock, make_task
     from plait.runtime.lab import gpu_lab
     from plait.runtime.tuning_store import user_table_path
 
-    check_one_of("layout", request.layout, ("nk", "kn"))
-    check_one_of("scales", request.scales, ("tensor", "rows"))
-    dtype = parse_dtype(request.dtype)
-    scales = request.scales if dtype in FP8_DTYPES else "none"
-    problems = [
-        Problem(M, N, K, dtype, layout=request.layout, scales=scales, fast_accum=request.fast_accum)  # pyright: ignore[reportArgumentType]
-        for M, N, K in read_shapes(request.shapes)
-    ]
+    problems = request.problems()
     clock = Clock(limit)
     lab = gpu_lab()
     path = out or user_table_path(lab.info.name)
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)  # a log has no width of its own
-    tasks = [make_task(problem, lab.info.arch) for problem in problems]
+    tasks = [make_task(problem, lab.info) for problem in problems]
     found = _run(tasks, lab, clock, rounds, path, console)
     console.print(summary(found))
     for line in _complaints(found):

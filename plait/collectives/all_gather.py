@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from plait.backends.commands import Command, Copy, Program, StreamWait
+from plait.backends.commands import Command, Copy, Program, Step, StreamWait
 from plait.checks import check_min_ndim, check_tensor, normalize_dim
 from plait.collectives import reduce_scatter as _backward  # noqa: F401 - registers what it calls
 from plait.collectives.calls import begin_call
@@ -112,9 +112,7 @@ def gather_whole(
     return whole
 
 
-def start_gather(
-    group: Group, region: Region, x: torch.Tensor, segments: Segments
-) -> list[Command]:
+def start_gather(group: Group, region: Region, x: torch.Tensor, segments: Segments) -> list[Step]:
     """Begin to gather one slice: own rows `x` [rows, F] go to every peer while `main` goes on."""
     chunks = Chunks.of(segments.max_rows, x.shape[1] * x.element_size(), group.device)
     prologue = open_region(region, 1, signals.Operator.ALL_GATHER)
@@ -123,7 +121,7 @@ def start_gather(
 
 def end_gather(
     group: Group, region: Region, x: torch.Tensor, segments: Segments, whole: torch.Tensor
-) -> list[Command]:
+) -> list[Step]:
     """Wait for the slice of `start_gather`, copy it into `whole` [M, F], close the region."""
     chunks = Chunks.of(segments.max_rows, x.shape[1] * x.element_size(), group.device)
     slots = gathered_view(region, segments, x.shape[1], x.dtype)

@@ -202,7 +202,7 @@ def _plan(
     table = Segments(1, rows, (0,) * len(rows), rows).table(group.device)
     program = Program("all_to_all", members=group.members)
     program.add(open_region(region, 1, signals.Operator.ALL_TO_ALL))
-    program.add(*push_tensors(group, region, sends, slots.max_rows, chunks))
+    program.add(*push_tensors(group, region, sends, rows, slots.max_rows, chunks))
     program.add(await_rows(region, arrived, table, chunks, signals.Operator.ALL_TO_ALL))
     program.add(StreamWait("main", on="comm"))
     for rank, place in enumerate(places):

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 import torch
 
-from plait.backends.commands import Command, Copy, Launch, Signal, StreamWait
+from plait.backends.commands import (
+    Arrival,
+    Arrivals,
+    Copy,
+    Launch,
+    Signal,
+    Step,
+    StreamWait,
+)
 from plait.collectives.segments import Segments, padded_rows
 from plait.errors import CapacityError
 from plait.symm import signals
@@ -72,15 +80,21 @@ def slice_rows(segments: Segments, row_bytes: int, capacity_bytes: int) -> int:
 
 
 def push_tensors(
-    group: Group, region: Region, sends: Sequence[torch.Tensor], slot_rows: int, chunks: Chunks
-) -> list[Command]:
+    group: Group,
+    region: Region,
+    sends: Sequence[torch.Tensor],
+    receives: Sequence[int],
+    slot_rows: int,
+    chunks: Chunks,
+) -> list[Step]:
     """Send `sends[p]` [rows_p, features] to every peer p, into this rank's slot of p's region.
 
     A slot has `padded_rows(slot_rows)` rows; `slot_rows` and `chunks` are the same on every rank
     and no tensor has more rows. All have the same features and dtype; without rows nothing is sent
-    and nothing signalled. Starts after what `main` holds now.
+    and nothing signalled. `receives[p]` rows come from p meanwhile. Starts after what `main` holds
+    now.
     """
-    commands: list[Command] = [StreamWait("comm", on="main")]
+    commands: list[Step] = [StreamWait("comm", on="main")]
     for step in range(1, group.world_size):
         peer = (group.rank + step) % group.world_size
         rows = sends[peer]
@@ -91,17 +105,48 @@ def push_tensors(
             there = region.data(peer, slot + first * row_bytes, tuple(piece.shape), piece.dtype)
             word = region.word(peer, signals.READY + group.rank * chunks.num + chunk)
             commands += [Copy(there, piece), Signal(word, region.mirror)]
+    own = sends[group.rank]
+    commands.append(_arrivals(region, tuple(receives), own.shape[1], own.dtype, slot_rows, chunks))
     return commands
+
+
+def _arrivals(
+    region: Region,
+    receives: tuple[int, ...],
+    features: int,
+    dtype: torch.dtype,
+    slot_rows: int,
+    chunks: Chunks,
+) -> Arrivals:
+    """The counterpart of `push_tensors`: at its step s, what rank-s sends comes in here."""
+    rank, world_size = region.rank, len(receives)
+    row_bytes = features * dtype.itemsize
+
+    def build() -> list[Arrival]:
+        arrivals: list[Arrival] = []
+        for step in range(1, world_size):
+            peer = (rank - step) % world_size
+            slot = peer * padded_rows(slot_rows) * row_bytes
+            for chunk, first, count in chunks.pieces(receives[peer]):
+                place = (slot + first * row_bytes, (count, features), dtype)
+                word = region.word(rank, signals.READY + peer * chunks.num + chunk)
+                dst, src = region.data(rank, *place), region.data(peer, *place)
+                arrivals.append(Arrival(peer, word, count * row_bytes, dst, src))
+        return arrivals
+
+    key = ("push", region.index, receives, row_bytes, slot_rows, chunks)
+    return Arrivals(region.ctx, region.mirror, key, build)
 
 
 def push_rows(
     group: Group, region: Region, x: torch.Tensor, segments: Segments, chunks: Chunks
-) -> list[Command]:
+) -> list[Step]:
     """Send this rank's rows `x` [rows, features] of the slice to every peer's region.
 
     The region holds [world_size, padded_rows, features]. Starts after what `main` holds now.
     """
-    return push_tensors(group, region, [x] * group.world_size, segments.max_rows, chunks)
+    sends = [x] * group.world_size
+    return push_tensors(group, region, sends, segments.rows, segments.max_rows, chunks)
 
 
 def await_rows(

@@ -17,6 +17,8 @@ from itertools import accumulate
 
 import torch
 
+from plait.errors import CapacityError
+
 _TABLES: OrderedDict[tuple[object, ...], torch.Tensor] = OrderedDict()
 _MAX_TABLES = 1024
 
@@ -64,6 +66,16 @@ class Segments:
         """Whether each segment's rows are consecutive in the whole."""
         return self.outer == 1
 
+    @property
+    def uniform(self) -> bool:
+        """Whether this is all of equally long segments, each consecutive in the whole."""
+        return (
+            self.outer == 1
+            and not any(self.first)
+            and self.rows == self.lengths
+            and len(set(self.rows)) == 1
+        )
+
     def slices(self, max_rows: int) -> Iterator[Segments]:
         """Slices of at most `max_rows` rows a segment, in order, as many on every rank."""
         for begin in range(0, max(self.max_rows, 1), max_rows):
@@ -77,6 +89,13 @@ class Segments:
         key = (self, device)
         table = _TABLES.get(key)
         if table is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise CapacityError(
+                    argument="shape",
+                    expected="one that an operator has seen before graph capture",
+                    got=f"segments of {self.rows} rows, new while capturing",
+                    remedy="Call the operator once with these shapes before capturing.",
+                )
             values = [*self.rows, *self.lengths, *self.starts, *self.first]
             table = _TABLES[key] = torch.tensor(values, dtype=torch.int32).to(device)
             if device.type == "cuda":

@@ -89,7 +89,8 @@ def plan_sum(
     }
     program = Program(operator.name.lower(), members=group.members)
     program.add(open_region(region, grid, operator))
-    program.add(*push_tensors(group, region, sends, segments.max_rows, chunks))
+    receives = [num_elements] * group.world_size
+    program.add(*push_tensors(group, region, sends, receives, segments.max_rows, chunks))
     program.add(Launch(_sum_segments_kernel, grid, args, num_warps=max(4, min(16, block // 512))))
     return program.add(StreamWait("main", on="comm"))
 

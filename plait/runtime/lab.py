@@ -5,6 +5,7 @@ Benchmarks and the tuner take a `Lab`, so that tests can give them one with inve
 
 from __future__ import annotations
 
+import functools
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,17 +20,27 @@ from plait.device import DeviceInfo, device_info
 from plait.errors import DeviceError
 from plait.runtime.timing import Timing, gpu_times
 
+_PAUSE_S = 0.01
+
 Contestants: TypeAlias = Mapping[str, Callable[[], object]]
 
 
 @dataclass(frozen=True)
 class Lab:
-    """`run` enqueues a program; `times` measures contestants, interleaved, over some rounds."""
+    """`run` enqueues a program; `times` measures contestants, interleaved, over some rounds.
+
+    `rested` does so with pauses; see `rested_times`.
+    """
 
     device: torch.device
     info: DeviceInfo
     run: Callable[[Program], None]
     times: Callable[[Contestants, int], Mapping[str, Timing]]
+    rested: Callable[[Contestants, int], Mapping[str, Timing]] | None = None
+
+    def rested_times(self, contestants: Contestants, rounds: int) -> Mapping[str, Timing]:
+        """Times of a device that is not at its power limit, where that can be arranged."""
+        return (self.rested or self.times)(contestants, rounds)
 
 
 def gpu_lab() -> Lab:
@@ -43,7 +54,8 @@ def gpu_lab() -> Lab:
         )
     device = torch.device("cuda", torch.cuda.current_device())
     executor = executor_for(device)
-    return Lab(device, device_info(device), executor.run, gpu_times)
+    rested = functools.partial(gpu_times, pause_s=_PAUSE_S)
+    return Lab(device, device_info(device), executor.run, gpu_times, rested)
 
 
 def versions() -> dict[str, str]:

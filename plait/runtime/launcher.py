@@ -9,8 +9,9 @@ scratch memory are in use, the ordinary launch is taken, which gives the same re
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,80 +19,135 @@ import torch
 from plait.backends.commands import Launch
 
 _MAX_DESCRIPTORS = 4096
+_STREAM = 3  # where the stream stands among the arguments of Triton's C launcher
 
 
 class BoundLaunch:
-    """One compiled kernel with its arguments; `run` launches it on the current stream."""
+    """One compiled kernel with its arguments; `run` launches it on the current stream.
+
+    `raw(*arguments)` is the C launcher: `arguments` copied, with a stream's handle at `STREAM` and
+    addresses at `slots`, launch without any further step. `raw` is None where only `run` works.
+    """
+
+    STREAM = _STREAM
 
     def __init__(self, launch: Launch) -> None:
         self.launch = launch
-        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-        self.compiled = launch.kernel.warmup(**launch.args, grid=(launch.grid,), **options)
+        self.compiled = launch.kernel.warmup(**launch.args, grid=(launch.grid,), **launch.options)
         self.compiled._init_handles()
-        self._names = list(launch.kernel.arg_names)
-        self._values = [_value_of(launch, name) for name in self._names]
         self._fast = _fast_launcher(self.compiled)
-        described = [n for n in self._names if _is_descriptor(launch.args.get(n))]
-        self._numbers = {name: number for number, name in enumerate(described)}
-        self._descriptors: dict[str, OrderedDict[int, Any]] = {n: OrderedDict() for n in described}
-        self._flat, self._slots = self._flatten()
+        self.raw: Any = None
+        self.arguments: list[Any] = []
+        self.slots: dict[str, int] = {}
+        self.encoders: dict[str, Callable[[int], Any]] = {}  # of descriptors, by address
+        self._device = 0
+        if self._fast is not None:
+            self._device = torch.cuda.current_device()
+            self._flatten(self._fast)
+        self._stripped = False
 
-    def _flatten(self) -> tuple[list[Any], dict[str, int]]:
+    def _flatten(self, fast: _FastLauncher) -> None:
         """Arguments as the C launcher takes them, and where each tensor's address stands."""
-        flat: list[Any] = []
-        slots: dict[str, int] = {}
-        if self._fast is None:
-            return flat, slots
-        for name, value in zip(self._names, self._values, strict=True):
+        launch = self.launch
+        self.raw = fast.raw
+        self.arguments = flat = [launch.grid, 1, 1, None, *fast.middle]
+        for name in launch.kernel.arg_names:
+            value = _value_of(launch, name)
             if _is_descriptor(value):
-                slots[name] = len(flat)
-                flat.extend(self._fast.encode(value, self._numbers[name], value.base.data_ptr()))
+                number, address = len(self.encoders), value.base.data_ptr()
+                self.slots[name] = len(flat)
+                flat.extend(fast.encode(value, number, address))
+                self.encoders[name] = _encoder(fast, value, number)
             elif isinstance(value, torch.Tensor):
-                slots[name] = len(flat)
+                self.slots[name] = len(flat)
                 flat.append(value.data_ptr())
             else:
                 flat.append(value)
-        return flat, slots
 
     def run(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Launch with other tensors for the named arguments, laid out as those at first.
 
-        For a descriptor, the tensor it describes.
+        For a descriptor, the tensor it describes. Every call names the same arguments.
         """
-        fast = self._fast
-        if fast is None or fast.hooked():
+        if not self._stripped:
+            self._strip(tensors)
+        if self.raw is None or launches_are_watched():
             self._run_ordinarily(tensors)
             return
-        flat = self._flat.copy()
-        slots, descriptors = self._slots, self._descriptors
+        arguments = self.arguments.copy()
+        # The current stream of the device for which the kernel was loaded.
+        arguments[_STREAM] = torch._C._cuda_getCurrentRawStream(self._device)
+        slots, encoders = self.slots, self.encoders
         for name, tensor in tensors.items():
-            value = address = tensor.data_ptr()
-            known = descriptors.get(name)
-            if known is not None:
-                value = known.get(address)
-                if value is None:
-                    value = self._encode(name, address)
-            flat[slots[name]] = value
-        fast.call(self.launch.grid, flat)
+            address = tensor.data_ptr()
+            encode = encoders.get(name)
+            arguments[slots[name]] = address if encode is None else encode(address)
+        self.raw(*arguments)
+
+    def _strip(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Let go of the first call's tensors that later calls bring anew.
+
+        An argument nobody reads (a bias that is not there) often stands for one of those as well.
+        """
+        args = dict(self.launch.args)
+        first: dict[int | None, str] = {_address(args[name]): name for name in tensors}
+        first.pop(None, None)
+        for name, value in args.items():
+            stands_for = name if name in tensors else first.get(_address(value))
+            if stands_for is not None:
+                descriptor = _moved(value, None) if _is_descriptor(value) else None
+                args[name] = _Moves(stands_for, descriptor)
+        self.launch = dataclasses.replace(self.launch, args=args)
+        self._stripped = True
 
     def _run_ordinarily(self, tensors: Mapping[str, torch.Tensor]) -> None:
         launch = self.launch
         args = dict(launch.args)
-        for name, tensor in tensors.items():
-            args[name] = _moved(args[name], tensor) if name in self._numbers else tensor
-        launch.kernel[(launch.grid,)](
-            **args, num_warps=launch.num_warps, num_stages=launch.num_stages
-        )
+        for name, value in args.items():
+            if isinstance(value, _Moves):
+                tensor = tensors[value.name]
+                known = value.descriptor
+                args[name] = tensor if known is None else _moved(known, tensor)
+        launch.kernel[(launch.grid,)](**args, **launch.options)
 
-    def _encode(self, name: str, address: int) -> Any:
-        assert self._fast is not None
-        descriptor = self.launch.args[name]
-        encoded = self._fast.encode(descriptor, self._numbers[name], address)[0]
-        known = self._descriptors[name]
-        known[address] = encoded
-        if len(known) > _MAX_DESCRIPTORS:
-            known.popitem(last=False)
+
+@dataclasses.dataclass(frozen=True)
+class _Moves:
+    """In place of a tensor (or a descriptor) that each call brings under `name`."""
+
+    name: str
+    descriptor: Any
+
+
+def launches_are_watched() -> bool:
+    """Whether somebody (a profiler) wants to hear of Triton's launches."""
+    global _runtime_knobs
+    if _runtime_knobs is None:
+        from triton import knobs
+
+        _runtime_knobs = knobs.runtime
+    enter, leave = _runtime_knobs.launch_enter_hook, _runtime_knobs.launch_exit_hook
+    # A chain of hooks may be empty.
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+_runtime_knobs: Any = None
+
+
+def _encoder(fast: _FastLauncher, value: Any, number: int) -> Callable[[int], Any]:
+    """From an address to the descriptor of the same layout there; remembered, bounded."""
+    descriptor = _moved(value, None)  # the first tensor itself is not kept
+    known: OrderedDict[int, Any] = OrderedDict()
+
+    def encode(address: int) -> Any:
+        encoded = known.get(address)
+        if encoded is None:
+            encoded = known[address] = fast.encode(descriptor, number, address)[0]
+            if len(known) > _MAX_DESCRIPTORS:
+                known.popitem(last=False)
         return encoded
+
+    return encode
 
 
 def _moved(descriptor: Any, base: Any) -> Any:
@@ -113,19 +169,21 @@ def _is_descriptor(value: Any) -> bool:
     return hasattr(value, "block_shape") and hasattr(value, "base")
 
 
+def _address(value: Any) -> int | None:
+    tensor = value.base if _is_descriptor(value) else value
+    return tensor.data_ptr() if isinstance(tensor, torch.Tensor) else None
+
+
 class _FastLauncher:
     """Triton 3.6's C launcher of one kernel."""
 
     def __init__(self, compiled: Any, raw: Any, descriptor_meta: list[Any]) -> None:
-        from triton import knobs
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
         launcher = compiled.run
-        self._raw, self._meta, self._make = raw, descriptor_meta, make_tensordesc_arg
-        self._runtime = knobs.runtime
-        self._device = torch.cuda.current_device()
-        self._function = compiled.function
-        self._middle = (
+        self.raw, self._meta, self._make = raw, descriptor_meta, make_tensordesc_arg
+        self.middle = (
+            compiled.function,
             launcher.launch_cooperative_grid,
             launcher.launch_pdl,
             None,
@@ -136,19 +194,9 @@ class _FastLauncher:
             None,
         )
 
-    def hooked(self) -> bool:
-        """Whether somebody wants to hear of launches."""
-        hooks = (self._runtime.launch_enter_hook, self._runtime.launch_exit_hook)
-        return any(getattr(hook, "calls", hook) for hook in hooks)  # a chain may be empty
-
     def encode(self, descriptor: Any, number: int, address: int) -> tuple[Any, ...]:
         """A descriptor's arguments at another address."""
         return tuple(self._make(_moved(descriptor, _At(address)), self._meta[number]))
-
-    def call(self, grid: int, flat: list[Any]) -> None:
-        """Launch on the current stream of the device for which the kernel was loaded."""
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        self._raw(grid, 1, 1, stream, self._function, *self._middle, *flat)
 
 
 class _At:
@@ -180,4 +228,4 @@ def _fast_launcher(compiled: Any) -> _FastLauncher | None:
     return _FastLauncher(compiled, raw, list(meta))
 
 
-__all__ = ["BoundLaunch"]
+__all__ = ["BoundLaunch", "launches_are_watched"]

@@ -28,9 +28,14 @@ def record_run(operator: str, impl: str, reason: str, detail: str = "") -> None:
     _local.record = RunRecord(operator, impl, reason, detail)
 
 
+def repeat_run(record: RunRecord) -> None:
+    """Remember that a call ran as one did before, of which `record` was made once."""
+    _local.record = record
+
+
 def last_run() -> RunRecord | None:
     """The last operator that the calling thread (a virtual rank is one thread) ran, or None."""
     return _local.record
 
 
-__all__ = ["RunRecord", "last_run", "record_run"]
+__all__ = ["RunRecord", "last_run", "record_run", "repeat_run"]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 _FLUSH_BYTES = 256 << 20  # more than any L2 cache so far
+_BUSY_FLUSHES = 4  # some 300 us
 
 
 @dataclass(frozen=True)
@@ -52,18 +53,34 @@ def capture(fn: Callable[[], object], warmups: int = 2) -> torch.cuda.CUDAGraph:
 
 
 def gpu_times(
-    contestants: Mapping[str, Callable[[], object]], rounds: int = 20, *, cold_l2: bool = True
+    contestants: Mapping[str, Callable[[], object]],
+    rounds: int = 20,
+    *,
+    cold_l2: bool = True,
+    pause_s: float = 0.0,
 ) -> dict[str, Timing]:
     """GPU time of each contestant's captured graph, interleaved, on the current device.
 
     Before every timed replay the L2 cache is overwritten (`cold_l2`); the first round is dropped.
+    Each round begins with another contestant, on a device that is kept busy until the host has
+    enqueued the first replay: after a synchronisation that takes longer than a small kernel runs.
+    With `pause_s` the device rests before every replay: at its power limit, which large products
+    reach when they follow one another, contestants that differ by 8 % measure the same.
     """
     graphs = {name: capture(fn) for name, fn in contestants.items()}
     flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     samples: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(rounds + 1):
+    names = list(graphs)
+    for index in range(rounds + 1):
         events = []
-        for name, graph in graphs.items():
+        _keep_busy(flush)
+        first = index % len(names) if names else 0
+        for name in names[first:] + names[:first]:
+            graph = graphs[name]
+            if pause_s:
+                torch.cuda.synchronize()
+                time.sleep(pause_s)
+                _keep_busy(flush)
             if cold_l2:
                 flush.zero_()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -75,6 +92,11 @@ def gpu_times(
         for name, start, end in events:
             samples[name].append(start.elapsed_time(end) * 1e3)
     return {name: Timing(name, tuple(times[1:])) for name, times in samples.items()}
+
+
+def _keep_busy(flush: torch.Tensor) -> None:
+    for _ in range(_BUSY_FLUSHES):
+        flush.zero_()
 
 
 def host_us(fn: Callable[[], object], calls: int = 200, repeats: int = 5) -> float:

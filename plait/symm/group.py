@@ -68,9 +68,18 @@ class Group:
         """One live rank (rank 0) of `world_size`; its peers are memory of this process.
 
         For measurements with one rank on the whole `device` (default: the current GPU, or the CPU
-        without one). `link` is "pcie" (peers in pinned host memory) or "paced:360" (on the device,
-        at 360 GB/s one way), "paced:160+traffic" (and the bytes move as well); ArgumentError for
-        other text. Operators raise UnsupportedError: their pacer is not part of this release.
+        without one, where programs raise UnsupportedError). `link` is one of
+
+        - "pcie": peers are pinned host memory, the copy engine moves real bytes both ways;
+        - "paced:360": peers are memory on the device and signals come no sooner than 360 GB/s one
+          way and 3 us of latency allow ("paced:360@5": 5 us); copies of rows do not run;
+        - "paced:360+traffic": and as many bytes move in the background.
+
+        ArgumentError for other text. One SM is held by the pacer, the kernel that signals for the
+        peers: operators use the others. It is a model: what "arrives" is what the region holds
+        already, and peers do at each step what the live rank does. docs/design/emulation.md says
+        what is modelled. Inside `with group.executor.communication_only():` calls make the same
+        transfers without computing anything. Call each shape twice before a graph captures it.
         """
         from plait.symm.transports.emulated import make_emulated_transport
 

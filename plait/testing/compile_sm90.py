@@ -83,6 +83,7 @@ def compile_for(
     *,
     num_warps: int = 4,
     num_stages: int = 3,
+    max_registers: int | None = None,
     arch: int = 90,
 ) -> Compiled:
     """Compile `kernel` for sm_<arch> as a launch with `args` would.
@@ -99,7 +100,9 @@ def compile_for(
     function = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn)
     _check_names(function, args)
     backend = make_backend(GPUTarget("cuda", arch, _WARP_SIZE))
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
+    if max_registers is not None:
+        options["maxnreg"] = max_registers
     bind = create_function_from_signature(function.signature, function.params, backend)
     bound, specialization, options = bind(**args, **options)
     parsed, signature, constexprs, attrs = function._pack_args(

@@ -1,4 +1,4 @@
-"""Several processes, on one GPU if there are too few; process_worker.py has the scenarios."""
+"""Processes that share one GPU. rank_worker.py and rank_cases.py say what they do."""
 
 from __future__ import annotations
 
@@ -6,22 +6,39 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.process_worker import SCENARIOS
-from tests.processes import Outcomes, check_outcome, run_processes
+from tests import rank_worker
+from tests.processes import Outcomes, check_outcome, run_processes, run_ranks
+
+WORKER = Path(rank_worker.__file__)
+SHARED = {
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_processes(
-        Path(__file__).with_name("process_worker.py"),
-        request.param,
-        tmp_path_factory.mktemp("ranks"),
-        timeout_s=290,
-        TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1",
-        TORCH_SYMM_MEM_DISABLE_MULTICAST="1",
-    )
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def world_size(request: pytest.FixtureRequest) -> int:
+    return request.param
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.fixture(scope="module")
+def outcomes(world_size: int, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    folder = tmp_path_factory.mktemp("ranks")
+    timeout_s = rank_worker.TIMEOUT_S + 30
+    return run_processes(WORKER, world_size, folder, timeout_s=timeout_s, **SHARED)
+
+
+@pytest.mark.parametrize("scenario", rank_worker.SCENARIOS)
 def test_processes(outcomes: Outcomes, scenario: str):
     check_outcome(outcomes, scenario)
+
+
+def test_a_killed_rank(world_size: int, tmp_path: Path):
+    """The others raise PeerTimeoutError within the deadline, go on without it, and exit."""
+    victim = world_size - 1
+    results = run_ranks(
+        WORKER, world_size, tmp_path, timeout_s=150, victims=[victim], TEST_VICTIM="1", **SHARED
+    )
+    assert sorted(results) == list(range(victim))
+    for rank, outcome in results.items():
+        assert outcome == {"peer_that_dies": "ok"}, f"rank {rank}:\n{outcome}"

@@ -18,6 +18,7 @@ from plait.symm.kernels import _barrier_kernel
 from plait.symm.signals import Operator
 from plait.symm.workspace import BARRIER_REGION
 from plait.testing.compare import assert_bitwise, assert_close_to_fp64
+from tests.rank_cases import CALLS, expected
 
 WORLDS = (1, 2, 3, 4, 8)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -181,6 +182,61 @@ def test_gradients(device: torch.device, seed: int) -> None:
     for rank in range(world_size):
         for got, want, yardstick in zip(results[rank], exact[rank], low[rank], strict=True):
             _check(got, want, yardstick)
+
+
+NUM_ROUNDS, NUM_INPUTS = 1000, 3
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_a_thousand_rounds(world_size: int, device: torch.device, seed: int) -> None:
+    """1,000 rounds in all, of one call each: 250 with each of four orders of launching (late:0
+    launches the consumers of rank 0's data before it sends), so about 125 of each operator. All
+    prologues are delayed at random.
+
+    Three sets of inputs take turns, so that what is left of another round would show. Equal inputs
+    give equal bits in every round, compared on the device; each operator's results for each set,
+    the first and last round among them, are held to fp64.
+    """
+    faulthandler.dump_traceback_later(250, exit=True)  # in place of the fixture's
+    rows, features, cols = 24, 64, 80
+    xs = torch.stack(
+        _random((NUM_INPUTS, world_size * rows, features), torch.bfloat16, world_size, seed), 1
+    )
+    ws = torch.stack(_random((NUM_INPUTS, cols, features), torch.bfloat16, world_size, seed + 1), 1)
+    orders = ("random", "consumer_first", "late:0", f"late:{world_size - 1}")
+    results = []
+    for order in orders:
+        body = _repeated_calls(xs, ws, NUM_ROUNDS // len(orders), device)
+        results += [plait.run_virtual(body, world_size, seed=seed, schedule=order, device=device)]
+    for rank in range(world_size):
+        for (name, which), out in results[0][rank].items():
+            exact = expected(name, xs[which].double(), ws[which].double(), rank)
+            plain = expected(name, xs[which], ws[which], rank).to(torch.bfloat16)
+            assert_close_to_fp64(out, exact, plain, f"{name} of rank {rank}")
+            for order, others in zip(orders, results, strict=True):
+                what = f"{name} of rank {rank}, {order}"
+                assert_bitwise(others[rank][name, which], out, what)
+
+
+def _repeated_calls(xs: torch.Tensor, ws: torch.Tensor, num_rounds: int, device: torch.device):
+    """A rank's calls of all operators in turn on inputs [set, rank, ...]; results by operator and
+    set, after every later result was found to have the same bits."""
+
+    def fn(group: plait.Group) -> dict[tuple[str, int], torch.Tensor]:
+        own_xs, own_ws = xs[:, group.rank].to(device), ws[:, group.rank].to(device)
+        firsts: dict[tuple[str, int], torch.Tensor] = {}
+        differing = torch.zeros((), dtype=torch.int64, device=device)
+        for turn in range(num_rounds):
+            # 8 operators and 3 sets: all pairs come within 24 rounds.
+            name, which = list(CALLS)[turn % len(CALLS)], turn % NUM_INPUTS
+            out = CALLS[name](own_xs[which], own_ws[which], group)
+            first = firsts.setdefault((name, which), out)
+            differing += (out.view(torch.int16) != first.view(torch.int16)).sum()
+        group.synchronize()
+        assert int(differing) == 0, f"{int(differing)} elements changed from round to round"
+        return {key: first.cpu() for key, first in firsts.items()}
+
+    return fn
 
 
 def test_peer_that_never_comes(device: torch.device) -> None:

@@ -32,7 +32,7 @@ ARROWS = {
     "symm": FIRST_ROW | {"backends"},
     "collectives": FIRST_ROW | {"symm", "runtime", "backends.commands"},
     "overlap": FIRST_ROW
-    | {"symm", "collectives", "schedules", "runtime", "backends", "ops.matmul"},
+    | {"symm", "collectives", "schedules", "runtime", "backends", "model", "ops.matmul"},
     "layers": {"ops", "overlap", "collectives", "symm"},
     "integrations": BELOW_LAYERS | {"layers"},
     "compat": BELOW_LAYERS | {"layers"},
@@ -51,6 +51,7 @@ KERNELS_MAY = (
     "plait.schedules",
     "plait.symm.lang",
     "plait.overlap.common",
+    "plait.ops.matmul.epilogue_kernels",
     "plait.ops.matmul.kernels",
 )
 
@@ -131,11 +132,12 @@ def test_arrows():
         ("plait/overlap/ag_gemm/reference.py", "from plait.errors import ShapeError"),
         ("plait/symm/group.py", "from tests.tiny import tree"),
         ("plait/symm/group.py", "from plait.cli.main import main"),
+        ("plait/model/choose.py", "from plait.overlap.common.chooser import choose"),
         ("plait/check/clocks.py", "from plait.testing import ranks"),
         ("plait/check/mutants.py", "from plait.backends.nvidia import executor"),
         ("plait/testing/ranks.py", "from plait.backends.nvidia import intrinsics"),
         ("plait/collectives/push.py", "from plait.backends.base import Executor"),
-        ("plait/collectives/kernels.py", "from plait.ops.matmul.kernels import add_bias"),
+        ("plait/collectives/kernels.py", "from plait.ops.matmul.kernels import accumulate_tile"),
         ("plait/collectives/reference.py", "from plait.ops.matmul.reference import GATES"),
         ("plait/overlap/ag_gemm/reference.py", "from plait.ops.matmul.api import matmul"),
         ("plait/overlap/ag_gemm/kernels.py", "from plait.ops.matmul.configs import Config"),
@@ -153,6 +155,7 @@ def test_a_wrong_arrow_is_found(path, code):
     [
         ("plait/overlap/ag_gemm/api.py", "from plait.ops.matmul.api import matmul"),
         ("plait/overlap/ag_gemm/launch.py", "from .kernels import k\nfrom ..common import x"),
+        ("plait/overlap/common/chooser.py", "from plait.model.choose import choose"),
         ("plait/overlap/ag_gemm/kernels.py", "import triton\nimport triton.language as tl"),
         ("plait/overlap/ag_gemm/kernels.py", "from plait.backends.nvidia.intrinsics import t"),
         ("plait/overlap/ag_gemm/reference.py", "import torch\nfrom typing import Any"),
@@ -160,7 +163,10 @@ def test_a_wrong_arrow_is_found(path, code):
         ("plait/testing/ranks.py", "from plait.backends.nvidia.executor import CudaExecutor"),
         ("plait/check/mutants.py", "from plait.backends.commands import Program"),
         ("plait/collectives/push.py", "from plait.backends.commands import Copy"),
-        ("plait/overlap/ag_gemm/kernels.py", "from plait.ops.matmul.kernels import add_bias"),
+        (
+            "plait/overlap/ag_gemm/kernels.py",
+            "from plait.ops.matmul.kernels import accumulate_tile",
+        ),
         ("plait/overlap/ag_gemm/reference.py", "from plait.ops.matmul.reference import GATES"),
         ("plait/overlap/ag_gemm/api.py", "from plait.overlap import register as _register"),
         ("plait/overlap/register.py", "from plait.overlap.ag_gemm import ops as _ag_gemm"),

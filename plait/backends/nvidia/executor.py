@@ -1,4 +1,8 @@
-"""Runs programs on a CUDA device: Triton launches, copy-engine copies and events."""
+"""Runs programs on a CUDA device: Triton launches, copy-engine copies and events.
+
+`CudaExecutor.run` goes through torch and Triton's own launcher. Calls that repeat are prepared
+(plait/runtime/prepared.py) and enqueue the same commands with far less host time.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +12,58 @@ from collections.abc import Iterator
 import torch
 
 from plait.backends.base import Executor
-from plait.backends.commands import Call, Copy, Launch, Program, Signal, StreamWait
+from plait.backends.commands import Call, Copy, Launch, Program, Signal, StreamName, StreamWait
+from plait.backends.nvidia.driver import Driver, find_driver
 from plait.device import device_info
 
 
 class CudaExecutor(Executor):
-    """One rank's streams: `main` is the caller's current stream, `comm` one of its own.
+    """One rank's streams: `main` is the caller's current stream, the others are its own.
 
     With `own_main` (virtual ranks) the rank also has a main stream, current inside `scope()`.
+    A subclass may override `transform`, which every program passes once before it runs.
     """
 
     def __init__(self, device: torch.device, *, own_main: bool = False) -> None:
         self.device = device
-        self._comm = torch.cuda.Stream(device)
+        self.index = torch.cuda.current_device() if device.index is None else device.index
+        self._streams = {"comm": torch.cuda.Stream(device)}
         self._main = torch.cuda.Stream(device) if own_main else None
+        self._captured: dict[int, object] = {}
+
+    def keep_if_captured(self, what: object) -> None:
+        """Keep what a graph that is being captured goes on using: contexts, tables, plans.
+
+        Caches of these are bounded and regions get new contexts as they grow, but graphs hold
+        addresses.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            self._captured[id(what)] = what
+
+    def transform(self, program: Program) -> Program:
+        """What is run instead of `program`: the same for equal programs, as graphs replay it."""
+        return program
+
+    @property
+    def driver(self) -> Driver | None:
+        """What prepared programs enqueue with; None where programs are not to be prepared."""
+        return find_driver() if self._main is None else None
+
+    def stream(self, name: StreamName) -> torch.cuda.Stream:
+        """A stream by name; those other than `main` and `comm` are made at first use."""
+        if name == "main":
+            return torch.cuda.current_stream(self.device)
+        if name not in self._streams:
+            self._streams[name] = torch.cuda.Stream(self.device)
+        return self._streams[name]
+
+    def current_raw_stream(self) -> int:
+        """Handle of what `main` is now."""
+        return torch._C._cuda_getCurrentRawStream(self.index)
+
+    def is_current(self) -> bool:
+        """Whether this executor's device is the current one."""
+        return torch.cuda.current_device() == self.index
 
     @property
     def num_sms(self) -> int:
@@ -42,26 +84,30 @@ class CudaExecutor(Executor):
 
     def prepare(self, program: Program) -> None:
         """Compile and load every kernel of a program, without launching anything."""
+        program = self.transform(program)
         with torch.cuda.device(self.device):
             for launch in program.launches():
                 compiled = launch.kernel.warmup(
-                    **launch.args,
-                    grid=(launch.grid,),
-                    num_warps=launch.num_warps,
-                    num_stages=launch.num_stages,
+                    **launch.args, grid=(launch.grid,), **launch.options
                 )
                 compiled._init_handles()
 
     def run(self, program: Program) -> None:
         """Enqueue a program; the streams keep its order."""
+        program = self.transform(program)
+        for launch in program.launches():
+            for value in launch.args.values():
+                # Contexts and tables; other tensors are the caller's, or lie in the graph's pool.
+                if isinstance(value, torch.Tensor) and not value.is_floating_point():
+                    self.keep_if_captured(value)
         main = torch.cuda.current_stream(self.device)
-        streams = {"main": main, "comm": self._comm}
         with torch.cuda.device(self.device):
             for command in program.commands:
                 if isinstance(command, StreamWait):
-                    streams[command.stream].wait_stream(streams[command.on])
+                    self.stream(command.stream).wait_stream(self.stream(command.on))
                     continue
-                stream = streams[getattr(command, "stream", "main")]
+                name: StreamName = getattr(command, "stream", "main")
+                stream = main if name == "main" else self.stream(name)
                 if stream is main:
                     self._run_one(command)
                 else:
@@ -70,9 +116,7 @@ class CudaExecutor(Executor):
 
     def _run_one(self, command: Launch | Copy | Signal | Call) -> None:
         if isinstance(command, Launch):
-            command.kernel[(command.grid,)](
-                **command.args, num_warps=command.num_warps, num_stages=command.num_stages
-            )
+            command.kernel[(command.grid,)](**command.args, **command.options)
         elif isinstance(command, Copy):
             command.dst.detach().copy_(command.src.detach(), non_blocking=True)
         elif isinstance(command, Signal):
@@ -82,9 +126,10 @@ class CudaExecutor(Executor):
                 command.fn()
 
     def synchronize(self) -> None:
-        """Wait for both streams of this rank."""
+        """Wait for all streams of this rank."""
         torch.cuda.current_stream(self.device).synchronize()
-        self._comm.synchronize()
+        for stream in self._streams.values():
+            stream.synchronize()
 
 
 _executors: dict[torch.device, CudaExecutor] = {}

@@ -25,7 +25,7 @@ from plait.ops.matmul.operands import (
 )
 from plait.ops.matmul.product import Product
 from plait.ops.matmul.reference import SCALE_BLOCK, activation_backward_reference
-from plait.ops.matmul.tuned import choose_config
+from plait.ops.matmul.tuned import Source, choose_config
 
 _LEAST_BLOCK = 16
 _ELEMENTS_OF_TWO_TILES = 2048  # of a tile, for each warp: twice 64 registers of a thread
@@ -33,11 +33,20 @@ _ELEMENTS_OF_TWO_TILES = 2048  # of a tile, for each warp: twice 64 registers of
 
 def config_for(product: Product, info: DeviceInfo) -> Config:
     """The config asked for, if the kernel can run a flat `product` with it, or one that it can."""
+    if product.config is None:
+        return chosen_config(product, info)[0]
+    _check_config(product.config, product, info, dot_precision(product.x.dtype))
+    return product.config
+
+
+def chosen_config(
+    product: Product, info: DeviceInfo, *, use_tables: bool = True
+) -> tuple[Config, Source]:
+    """A config that the kernel can run a flat `product` with, and where it comes from.
+
+    With `use_tables` False it is computed, never looked up.
+    """
     x, weights = product.x, product.weights
-    precision = dot_precision(x.dtype)
-    if product.config is not None:
-        _check_config(product.config, product, info, precision)
-        return product.config
     num_m, num_n = product.flat_shape[-2:]
     allowed = descriptors_allowed(x, weights, info.arch)
     while True:
@@ -49,13 +58,16 @@ def config_for(product: Product, info: DeviceInfo) -> Config:
             info,
             allowed,
             num_weights=len(weights),
-            precision=precision,
+            precision=dot_precision(x.dtype),
             layout="kn" if weights_are_kn(weights) else "nk",
             scales=_kind_of_scales(product),
+            fast_accum=product.fast_accum,
+            batch=x.shape[0] if product.batched else 0,
+            use_tables=use_tables,
         )
         config = _fit(config, product, info, measured=source != "default")
         if not config.desc or descriptors_allowed(x, weights, info.arch, config.block_k):
-            return config
+            return config, source
         allowed = False
 
 
@@ -68,11 +80,8 @@ def _kind_of_scales(product: Product) -> str:
 
 
 def _fit(config: Config, product: Product, info: DeviceInfo, *, measured: bool) -> Config:
-    """`config` with what scales, batches and 8-bit operands ask for beyond the sizes."""
+    """`config` with what scales ask for beyond the sizes."""
     dtype = product.x.dtype
-    config = replace(config, block_k=max(config.block_k, _shortest_k(dtype)))
-    if product.batched:  # batches fill the GPU as splits would
-        config = replace(config, splits=max(1, config.splits // max(1, product.x.shape[0])))
     by_blocks = _kind_of_scales(product) == "blocks"
     if by_blocks:  # one step of K has one scale
         config = replace(config, block_k=SCALE_BLOCK, splits=1)
@@ -87,16 +96,11 @@ def _fit(config: Config, product: Product, info: DeviceInfo, *, measured: bool) 
     return config
 
 
-def _shortest_k(dtype: torch.dtype) -> int:
-    """The fewest elements of K that `tl.dot` takes."""
-    return _LEAST_BLOCK * (2 if dtype.itemsize == 1 else 1)
-
-
 def _check_config(config: Config, product: Product, info: DeviceInfo, precision: str) -> None:
     x, weights = product.x, product.weights
     valid = is_valid(config, x.dtype, info.arch, num_weights=len(weights), precision=precision)
     reason = ""
-    if not valid or config.block_k < _shortest_k(x.dtype):
+    if not valid:
         reason = f"a config that is valid for {x.dtype} on {info.arch}"
     elif config.desc and not descriptors_allowed(x, weights, info.arch, config.block_k):
         reason = "desc=False for these strides and addresses"
@@ -212,4 +216,4 @@ def _writable(product: Product, out: torch.Tensor) -> torch.Tensor | None:
         return None
 
 
-__all__ = ["config_for", "fused_matmul", "run_kernel"]
+__all__ = ["chosen_config", "config_for", "fused_matmul", "run_kernel"]

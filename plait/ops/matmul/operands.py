@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from plait.ops.matmul.configs import Config, has_descriptors
+from plait.ops.matmul.configs import Config, finish_columns, has_descriptors
 
 _DESCRIPTOR_ALIGNMENT_BYTES = 16
 
@@ -95,6 +95,28 @@ def _descriptor(matrix: torch.Tensor, block_rows: int, block_columns: int) -> An
     return TensorDescriptor.from_tensor(matrix, [block_rows, block_columns])
 
 
+def out_descriptor_allowed(out: torch.Tensor) -> bool:
+    """Whether out [M, N] or [B, M, N] can be written through a descriptor where it lies.
+
+    Its last dim must be contiguous, and all else start at multiples of 16 bytes.
+    """
+    strides = [stride * out.element_size() for stride in out.stride()[:-1]]
+    return (
+        out.numel() > 0
+        and out.stride(-1) == 1
+        and all(stride > 0 and stride % _DESCRIPTOR_ALIGNMENT_BYTES == 0 for stride in strides)
+        and out.data_ptr() % _DESCRIPTOR_ALIGNMENT_BYTES == 0
+    )
+
+
+def out_descriptor(out: torch.Tensor, config: Config, num_weights: int) -> Any:
+    """What `finish_tile` stores out [M, N] or [B, M, N] through with OUT_DESC."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    block = [config.block_m, finish_columns(config, num_weights)]
+    return TensorDescriptor.from_tensor(out, block if out.dim() == 2 else [1, *block])
+
+
 def dot_precision(dtype: torch.dtype) -> str:
     """`input_precision` of fp32 products: "tf32" where torch is told to allow it, else "ieee"."""
     tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
@@ -108,6 +130,8 @@ __all__ = [
     "descriptors_allowed",
     "dot_precision",
     "merge_batches",
+    "out_descriptor",
+    "out_descriptor_allowed",
     "row_operand",
     "weight_operand",
     "weights_are_kn",

@@ -51,9 +51,9 @@ class MatmulPlan:
             num_sms=num_sms,
         )
         launches = program.launches()
-        self.parts = launches[0].args["parts_ptr"] if config.splits > 1 else None
+        self.parts = launches[0].args["parts_ptr"]
         self._gemm = BoundLaunch(launches[0])
-        self._sum = BoundLaunch(launches[1]) if config.splits > 1 else None
+        self._sum = BoundLaunch(launches[1]) if len(launches) > 1 else None
 
     def run(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """act(x @ weight^T + bias) on the current device and stream, which must be those of x."""

@@ -6,12 +6,13 @@ What it compiles is what a launch looks up later, as both go through `kernel.war
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any, TypeAlias
 
@@ -26,24 +27,38 @@ CRASHED = "the compiler ended its process"
 
 @dataclass(frozen=True)
 class CompileJob:
-    """All kernels of one problem with one config."""
+    """All kernels of one problem with one config, on a GPU with so many SMs."""
 
     problem: Problem
     config: Config
     tf32: bool = False
+    num_sms: int = 1
 
     @property
     def key(self) -> Hashable:
         """Equal for jobs that compile the same kernels: Triton knows sizes only by divisibility."""
         problem, config = self.problem, self.config
         sizes = (problem.M, problem.N, problem.K)
-        kinds = tuple(1 if size == 1 else 16 if size % 16 == 0 else 0 for size in sizes)
-        tile = (config.block_m, config.block_n, config.block_k, config.group_m, config.desc)
-        options = (config.num_warps, config.num_stages, config.splits > 1)
+        kinds = tuple(0 if size == 1 else math.gcd(size, 16) for size in sizes)
+        compiled = replace(config, splits=1, blocks_per_sm=1, split_tail=False)
         kernel = (problem.dtype, problem.layout, problem.scales, problem.fast_accum, self.tf32)
-        # Strides of batches may need 64 bits.
-        batch = problem.batch and (problem.batch, *sizes)
-        return kinds, tile, options, kernel, batch
+        # Strides of batches may need 64 bits; how fp8 is summed depends on K.
+        exact = problem.batch > 0 or problem.dtype.itemsize == 1
+        batch = exact and (problem.batch, *sizes)
+        return kinds, compiled, self._split, kernel, batch
+
+    @property
+    def _split(self) -> str:
+        """Which tiles are split: none, those of the last wave, or all."""
+        problem, config = self.problem, self.config
+        if config.splits == 1:
+            return "none"
+        if not config.split_tail:
+            return "all"
+        tiles = -(-problem.M // config.block_m) * -(-problem.N // config.block_n)
+        tiles *= max(problem.batch, 1)
+        blocks = self.num_sms * config.blocks_per_sm
+        return "none" if tiles % blocks == 0 else "tail" if tiles > blocks else "all"
 
 
 Results: TypeAlias = dict[Hashable, str]
@@ -145,14 +160,9 @@ def _compile(job: CompileJob) -> str:
     if job.tf32:
         torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        program = make_operands(job.problem, torch.device("meta")).program(job.config, num_sms=1)
+        program = make_operands(job.problem, torch.device("meta")).program(job.config, job.num_sms)
         for launch in program.launches():
-            launch.kernel.warmup(
-                **launch.args,
-                grid=(launch.grid,),
-                num_warps=launch.num_warps,
-                num_stages=launch.num_stages,
-            )
+            launch.kernel.warmup(**launch.args, grid=(launch.grid,), **launch.options)
     except Exception as error:
         lines = f"{type(error).__name__}: {error}".splitlines()
         return lines[0]

@@ -17,6 +17,7 @@ from plait.errors import ArgumentError
 from plait.ops.matmul.configs import Config
 from plait.ops.matmul.launch import Scaling, plan_matmul
 from plait.ops.matmul.operands import FP8_DTYPES, dot_precision
+from plait.ops.matmul.product import Product
 from plait.ops.matmul.tuned import tuning_key
 
 DTYPES = {
@@ -100,8 +101,9 @@ class Problem:
     def key(self) -> dict[str, Any]:
         """What names the problem in a tuning table, besides its sizes."""
         return tuning_key(
-            self.dtype, precision=self.precision, layout=self.layout, scales=self.scales
-        )
+            self.dtype, precision=self.precision, layout=self.layout, scales=self.scales,
+            fast_accum=self.fast_accum, batch=self.batch,
+        )  # fmt: skip
 
     @property
     def flops(self) -> int:
@@ -159,6 +161,18 @@ class Operands:
             )
         else:
             torch.matmul(self.x, self.weight.mT, out=self.expected)
+
+    def product(self) -> Product:
+        """The flat product as `plait.matmul` would see it."""
+        return Product(
+            self.x,
+            (self.weight,),
+            (),
+            "none",
+            self.out.dtype,
+            scalings=() if self.scaling is None else (self.scaling,),
+            fast_accum=self.problem.fast_accum,
+        )
 
     def program(self, config: Config, num_sms: int) -> Program:
         """plait's program, which writes `out`."""

@@ -1,7 +1,8 @@
 """Find the fastest config of each product: compile all candidates, check them, time the right ones.
 
-Successive halving: all candidates run a few rounds, the best few and `default_config` more of them,
-interleaved with torch's call. A config whose result is wrong is never recorded.
+Successive halving: all candidates run a few rounds, the best few and the computed one more of them,
+interleaved with torch's call on a GPU that rests in between. A config whose result is wrong is
+never recorded.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from datetime import datetime, timezone
 
 import torch
 
+from plait.device import DeviceInfo
 from plait.ops.matmul.candidates import tuning_candidates
 from plait.ops.matmul.configs import Config
+from plait.ops.matmul.fused import chosen_config
 from plait.ops.matmul.operands import descriptors_allowed
 from plait.ops.matmul.precompile import CompileJob, can_precompile, precompile
 from plait.ops.matmul.problem import Operands, Problem, make_operands
@@ -24,6 +27,7 @@ from plait.runtime.tuning_store import TuningEntry
 
 _FIRST_ROUNDS = 3
 _FINALISTS = 4
+_WORTH_IT = 0.99  # a gain over the computed config that is less is noise
 _COMPILE_SHARE = 0.5  # of the time limit; what is not compiled by then is not measured
 BASELINE = "baseline"
 
@@ -60,30 +64,43 @@ class Clock:
 
 @dataclass(frozen=True)
 class Task:
-    """One problem with the candidates to measure, `default_config` first."""
+    """One problem with the candidates to measure; first what runs without a table."""
 
     problem: Problem
     candidates: tuple[Config, ...]
+    num_sms: int
 
     def jobs(self) -> dict[Config, CompileJob]:
         """What to compile for each candidate."""
         tf32 = self.problem.precision == "tf32"
-        return {config: CompileJob(self.problem, config, tf32) for config in self.candidates}
+        return {
+            config: CompileJob(self.problem, config, tf32, self.num_sms)
+            for config in self.candidates
+        }
 
 
-def make_task(problem: Problem, arch: str) -> Task:
+def make_task(problem: Problem, info: DeviceInfo) -> Task:
     """All candidates of a problem for operands as `make_operands` allocates them."""
-    shapes = make_operands(problem, torch.device("meta"))
+    product = make_operands(problem, torch.device("meta")).product()
+    weights, arch = product.weights, info.arch
     configs = tuning_candidates(
         problem.M,
         problem.N,
         problem.K,
         problem.dtype,
         arch,
-        descriptors_allowed(shapes.x, [shapes.weight], arch),
+        descriptors_allowed(product.x, weights, arch),
         precision=problem.precision,
+        batch=problem.batch,
+        fast_accum=problem.fast_accum,
     )
-    return Task(problem, tuple(configs))
+    computed, _ = chosen_config(product, info, use_tables=False)
+    runnable = [
+        config
+        for config in configs
+        if not config.desc or descriptors_allowed(product.x, weights, arch, config.block_k)
+    ]
+    return Task(problem, tuple(dict.fromkeys((computed, *runnable))), info.num_sms)
 
 
 def compile_tasks(
@@ -158,8 +175,12 @@ def tune_one(
     default = config_text(task.candidates[0])
     if default in runs and default not in finalists:
         finalists.append(default)
-    last = _medians(lab, operands, {name: runs[name] for name in finalists}, rounds)
+    finals: dict[str, Callable[[], object]] = {BASELINE: operands.baseline}
+    finals |= {name: runs[name] for name in finalists}
+    last = {name: each.median_us for name, each in lab.rested_times(finals, rounds).items()}
     best = min(finalists, key=last.__getitem__)
+    if default in finalists and last[default] * _WORTH_IT < last[best]:
+        best = default
     entry = _entry(problem, configs[best], last[best], last[BASELINE])
     return Tuned(problem, entry, configs[best], last.get(default), len(runs), tuple(rejected))
 

@@ -14,6 +14,8 @@ import torch
 from plait.checks import check_device, check_min_ndim, check_tensor, normalize_dim
 from plait.ops.matmul.reference import GATES, activation_backward_reference
 from plait.overlap import register as _register  # noqa: F401 - forward and backward call these
+from plait.overlap.ag_gemm.run import forward
+from plait.overlap.common.direct import needs_grad, nobody_listens
 from plait.overlap.common.gradients import as_list, check_main_grads, weight_gradient
 from plait.symm.group import Group
 
@@ -66,8 +68,8 @@ def ag_gemm(
     main_grads = as_list("main_grad", main_grad)
     for argument, tensors in (("x", [x]), ("weight", weights), ("bias", biases)):
         for tensor in tensors:
-            # Here as well as in the operator, which for a meta tensor would only infer shapes.
-            check_device(argument, tensor, group.device, "group")
+            if tensor.is_meta:  # for which the operator would only infer shapes
+                check_device(argument, tensor, group.device, "group")
     check_main_grads(main_grads, weights)
     name = activation or "none"
     options = _Options(
@@ -83,7 +85,7 @@ def ag_gemm(
         main_grads,
     )
     tensors = (x, *weights, *biases)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if needs_grad(tensors):
         results = _AgGemm.apply(options, *tensors)
     else:
         # Less host time, and `torch.compile` counts arguments of a variadic forward wrongly here.
@@ -126,7 +128,9 @@ def _run(
     biases: list[torch.Tensor],
     save_pre: bool,
 ) -> list[torch.Tensor]:
-    return torch.ops.plait.ag_gemm(
+    direct = nobody_listens((x, *weights, *biases))
+    operator = forward if direct else torch.ops.plait.ag_gemm
+    return operator(
         x, weights, biases, options.group, options.gather_dim, options.rows, options.activation,
         options.out_dtype, options.impl, options.return_gathered, save_pre,
     )  # fmt: skip

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 
-from plait.backends.commands import Command, Launch, Program, StreamWait
+from plait.backends.commands import Launch, Program, StreamWait
 from plait.collectives.all_gather import collect_rows
 from plait.collectives.push import (
     Chunks,
@@ -17,15 +20,24 @@ from plait.collectives.push import (
 )
 from plait.collectives.segments import Segments
 from plait.ops.matmul.configs import Config
-from plait.ops.matmul.operands import dot_precision, row_operand
+from plait.ops.matmul.operands import (
+    dot_precision,
+    out_descriptor,
+    out_descriptor_allowed,
+    row_operand,
+)
 from plait.overlap.ag_gemm.configs import choose_config
 from plait.overlap.common.operands import Weights, block_args
+from plait.overlap.common.plans import run_program
+from plait.overlap.common.tail import cut_last_wave
+from plait.overlap.common.trace import Awaits, is_tracing, trace_args
 from plait.schedules.partition import num_segmented_tiles
 from plait.symm import signals
 from plait.symm.group import Group
 from plait.symm.workspace import Region
 
 _OPERATOR = signals.Operator.AG_GEMM
+_STEPS = (("wait", "compute", "store"),)  # what a trace's stamps end
 
 
 def run_ag_gemm(
@@ -49,7 +61,7 @@ def run_ag_gemm(
         program = plan_ag_gemm(
             group, region, rows, weights, part, outs, pres, activation, gathered_out
         )
-        group.run(program, call)
+        run_program(group, program, call)
 
 
 def plan_ag_gemm(
@@ -70,28 +82,17 @@ def plan_ag_gemm(
     chunks = Chunks.of(segments.max_rows, x.shape[1] * x.element_size(), group.device)
     jobs = weights.jobs(activation)
     configs = [choose_config(segments, job, x, group.device) for job in jobs]
-    launches: list[Command] = []
+    launches: list[Launch] = []
     arrivals = 1
     for index, (job, config) in enumerate(zip(jobs, configs, strict=True)):
         last = index == len(jobs) - 1
         closes = last and gathered_out is None
         job_pres = pres[index : index + job.count] if pres else []
-        launch = _launch(
-            group,
-            region,
-            x,
-            job,
-            segments,
-            chunks,
-            config,
-            outs[index],
-            job_pres,
-            activation,
-            last,
-            closes,
-        )
-        arrivals = launch.grid if closes else 1
-        launches.append(launch)
+        launches += _launches(
+            group, region, x, job, segments, chunks, config, outs[index], job_pres, activation,
+            wait_all=last, finish=closes,
+        )  # fmt: skip
+        arrivals = sum(each.grid for each in launches if each.args["FINISH"]) if closes else 1
     program = Program("ag_gemm", members=group.members)
     program.add(open_region(region, arrivals, _OPERATOR))
     program.add(*push_rows(group, region, x, segments, chunks))
@@ -101,7 +102,7 @@ def plan_ag_gemm(
     return program
 
 
-def _launch(
+def _launches(
     group: Group,
     region: Region,
     x: torch.Tensor,
@@ -112,23 +113,25 @@ def _launch(
     out: torch.Tensor,
     pres: list[torch.Tensor],
     activation: str,
+    *,
     wait_all: bool,
     finish: bool,
-) -> Launch:
+) -> list[Launch]:
+    """One launch of the kernel, or two: whole waves of tiles, and the last one in smaller tiles."""
     from plait.overlap.ag_gemm.kernels import _ag_gemm_kernel
 
     num_cols, features = job.num_cols, x.shape[1]
+    slots = group.executor.num_sms * config.blocks_per_sm
     gathered = gathered_view(region, segments, features, x.dtype)
     num_tiles = num_segmented_tiles(segments.rows, -(-num_cols // config.block_n), config.block_m)
+    stored_whole = config.desc_store and segments.uniform and out_descriptor_allowed(out)
     args = {
         "ctx_ptr": region.ctx,
         "x": row_operand(x, config),
         "gathered": row_operand(gathered.view(-1, features), config),
-        "out_ptr": out,
         "pre0_ptr": pres[0] if pres else out,
         "pre1_ptr": pres[-1] if pres else out,
         "table_ptr": segments.table(group.device),
-        "num_tiles": num_tiles,
         "num_chunks": chunks.num,
         "chunk_rows": chunks.rows,
         "segment_rows": gathered.shape[1],
@@ -145,13 +148,59 @@ def _launch(
         "STORE_PRE": bool(pres),
         "PRECISION": dot_precision(x.dtype),
         "OP": int(_OPERATOR),
-        "WAIT_ALL": wait_all,
-        "FINISH": finish,
-        **job.kernel_args(config, out),
-        **block_args(config),
+        "OUT_DESC": stored_whole,
+        "FLATTEN": config.flatten and not is_tracing(),
     }
-    grid = max(1, min(group.executor.num_sms, num_tiles))
-    return Launch(_ag_gemm_kernel, grid, args, config.num_warps, config.num_stages)
+    parts = cut_last_wave(num_tiles, slots, config.block_n)
+    launches = []
+    for part in parts:
+        first, last = part is parts[0], part is parts[-1]
+        tile = replace(config, block_n=config.block_n // part.pieces)
+        early = not first and group.executor.early_launches and config.desc
+        own = {
+            **args,
+            **job.kernel_args(tile, out),
+            **block_args(tile),
+            "out_ptr": _out_operand(out, segments, tile, job.count) if stored_whole else out,
+            "first_tile": part.first,
+            "num_tiles": part.count,
+            "PIECES": part.pieces,
+            "WAIT_ALL": wait_all and last,
+            "FINISH": finish,
+            "LEADS": len(parts) > 1 and first and config.desc,
+            "EARLY": early,
+            **trace_args(
+                group,
+                part.count * part.pieces,
+                _STEPS,
+                _awaits(group, segments, chunks, config, num_cols),
+            ),
+        }
+        grid = max(1, min(slots, part.count * part.pieces))
+        launches.append(
+            Launch(_ag_gemm_kernel, grid, own, tile.num_warps, tile.num_stages, early=early)
+        )
+    return launches
+
+
+def _awaits(
+    group: Group, segments: Segments, chunks: Chunks, config: Config, num_cols: int
+) -> Awaits:
+    """The words that tiles wait for, for `trace_args`."""
+    num_n = -(-num_cols // config.block_n)
+
+    def awaits(_loop: int, segment: int, tile: int) -> list[int]:
+        if segment == group.rank:
+            return []
+        end = min((tile // num_n + 1) * config.block_m, segments.rows[segment])
+        return [segment * chunks.num + (end - 1) // chunks.rows]
+
+    return awaits
+
+
+def _out_operand(out: torch.Tensor, segments: Segments, config: Config, num_weights: int) -> Any:
+    """A descriptor of out [M, N] as one matrix a rank, so that no tile reaches into the next."""
+    return out_descriptor(out.view(segments.world_size, -1, out.shape[1]), config, num_weights)
 
 
 __all__ = ["plan_ag_gemm", "run_ag_gemm"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from plait.checks import check_min_ndim, check_shape
@@ -11,7 +13,8 @@ from plait.collectives.sizes import gathered_sizes
 from plait.ops.matmul.reference import GATES, matmul_reference
 from plait.overlap.ag_gemm.launch import run_ag_gemm
 from plait.overlap.ag_gemm.reference import ag_gemm_reference
-from plait.overlap.common.chooser import choose
+from plait.overlap.common import plans
+from plait.overlap.common.chooser import Sizes, choose
 from plait.overlap.common.operands import Weights
 from plait.overlap.common.unfused import linears
 from plait.overlap.common.validate import check_operands
@@ -33,6 +36,16 @@ def forward(
 ) -> list[torch.Tensor]:
     """The implementation of `plait::ag_gemm`."""
     group = get_group(group_name)
+    key = None
+    if plans.available(group):
+        key = (
+            "ag_gemm", plans.layout(x), plans.layouts(weights), plans.layouts(biases), gather_dim,
+            tuple(rows_per_rank), activation, out_dtype, impl, return_gathered, save_pre,
+            plans.precision_of(x.dtype),
+        )  # fmt: skip
+        plan = plans.find(group, key)
+        if plan is not None:
+            return plan.run(group, _inputs(x.contiguous(), weights, biases))
     check_min_ndim("x", x, 2, "[..., K]")
     check_operands(group, x, weights, biases, activation, out_dtype, impl)
     sizes = gathered_sizes(x.shape[gather_dim], group.rank, group.world_size, rows_per_rank)
@@ -42,14 +55,19 @@ def forward(
         check_shape(
             "weight", weight, ("N", features), "K of the gathered x", "Pass weight as [N, K]."
         )
-    chosen = choose(
-        "ag_gemm", group, impl, "gather_dim is the last dim, which is K" if last_dim else None
-    )
     shape = [*x.shape]
     shape[gather_dim] = sum(sizes)
+    num_cols = sum(weight.shape[0] for weight in weights) * group.world_size
+    chosen = choose(
+        "ag_gemm",
+        group,
+        impl,
+        "gather_dim is the last dim, which is K" if last_dim else None,
+        Sizes(math.prod(shape[:-1]), num_cols, features, x.dtype, x.dtype.itemsize),
+    )
     if chosen == "fused":
         return _fused(group, x, weights, biases, gather_dim, sizes, shape, activation, out_dtype,
-                      return_gathered, save_pre)  # fmt: skip
+                      return_gathered, save_pre, key)  # fmt: skip
     if chosen == "reference":
         xs = group.exchange_tensor("ag_gemm reference", x)
         gathered = torch.cat(xs, dim=gather_dim)
@@ -79,6 +97,7 @@ def _fused(
     out_dtype: torch.dtype,
     return_gathered: bool,
     save_pre: bool,
+    key: plans.Key | None,
 ) -> list[torch.Tensor]:
     segments = Segments.of(x.shape, gather_dim, sizes)
     num_outs = 1 if activation in GATES else len(weights)
@@ -92,18 +111,37 @@ def _fused(
                for i, w in enumerate(weights)]  # fmt: skip
         outs = ag_gemm_reference([x.new_empty(shape)], weights, biases, 0, activation, out_dtype)
         return outs + ([gathered] if gathered is not None else []) + (pre if save_pre else [])
+    results = {f"out_{i}": out for i, out in enumerate(outs)}
+    if gathered is not None:
+        results["gathered"] = gathered
+    results |= {f"pre_{i}": pre for i, pre in enumerate(pres)}
     if segments.total and segments.outer:
-        run_ag_gemm(
-            group,
-            x.contiguous().view(-1, features),
-            Weights(tuple(weights), tuple(biases)),
-            segments,
-            [out.flatten(0, -2) for out in outs],
-            [pre.flatten(0, -2) for pre in pres],
-            activation,
-            None if gathered is None else gathered.view(-1, features),
-        )
-    return outs + ([gathered] if gathered is not None else []) + pres
+        rows = x.contiguous().view(-1, features)
+        inputs = _inputs(rows, weights, biases)
+        with plans.recording(group, key, "ag_gemm, planned", inputs, results):
+            run_ag_gemm(
+                group,
+                rows,
+                Weights(tuple(weights), tuple(biases)),
+                segments,
+                [out.flatten(0, -2) for out in outs],
+                [pre.flatten(0, -2) for pre in pres],
+                activation,
+                None if gathered is None else gathered.view(-1, features),
+            )
+    return list(results.values())
+
+
+def _inputs(
+    x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The arguments that each call brings, by name; x contiguous."""
+    inputs = {"x": x}
+    for i, weight in enumerate(weights):
+        inputs[f"weight_{i}"] = weight
+    for i, bias in enumerate(biases):
+        inputs[f"bias_{i}"] = bias
+    return inputs
 
 
 __all__ = ["forward"]

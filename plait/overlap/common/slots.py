@@ -8,8 +8,9 @@ scalar: 64-bit offsets for every element would spill registers beside the accumu
 import triton
 import triton.language as tl
 
-from plait.symm.lang.patterns import wait
-from plait.symm.lang.words import READY, data_ptr, get_rank, get_world_size
+from plait.ops.matmul.epilogue_kernels import add_bias, split_columns
+from plait.symm.lang.patterns import wait_all
+from plait.symm.lang.words import READY, data_ptr, get_rank
 
 
 @triton.jit
@@ -45,37 +46,71 @@ def store_slot(
 ):  # fmt: skip
     """Store a tile into this rank's slot of `peer`'s region; `signal` its word afterwards."""
     slot = slot_ptr(ctx_ptr, peer, get_rank(ctx_ptr), slot_rows, N, PARTIAL)
-    store_rows(slot, acc, row, num_rows, col, N, BLOCK_M, BLOCK_N)
+    if BLOCK_M * BLOCK_N > 64 * 128:
+        HALF: tl.constexpr = BLOCK_N // 2
+        left, right = split_columns(acc, BLOCK_M, BLOCK_N)
+        store_rows(slot, left, row, num_rows, col, N, BLOCK_M, HALF)
+        store_rows(slot, right, row, num_rows, col + HALF, N, BLOCK_M, HALF)
+    else:
+        store_rows(slot, acc, row, num_rows, col, N, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
 def sum_slots(
-    ctx_ptr,
-    row,
-    num_rows,
-    col,
-    N,
-    slot_rows,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PARTIAL: tl.constexpr,
-):
-    """Sum of one tile over all slots of this rank, in rank order, fp32 [BLOCK_M, BLOCK_N]."""
+    ctx_ptr, row, num_rows, col, N, slot_rows,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTIAL: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Sum of one tile over all slots of this rank, in rank order, fp32 [BLOCK_M, BLOCK_N].
+
+    The loads of all slots are in flight together: for tiles that leave room for them in registers.
+    """
     rank = get_rank(ctx_ptr)
     first = slot_ptr(ctx_ptr, rank, 0, slot_rows, N, PARTIAL)
     total = load_rows(first, row, num_rows, col, N, BLOCK_M, BLOCK_N)  # 0 + it would lose a -0.0
-    for slot in range(1, get_world_size(ctx_ptr)):
+    for slot in tl.static_range(1, WORLD_SIZE):
         part = slot_ptr(ctx_ptr, rank, slot, slot_rows, N, PARTIAL)
         total += load_rows(part, row, num_rows, col, N, BLOCK_M, BLOCK_N)
     return total
 
 
 @triton.jit
+def result_ptr(ctx_ptr, peer, result_offset, first_row, N, DTYPE: tl.constexpr):
+    """Row `first_row` of the result area [M, N], result_offset bytes into `peer`'s region."""
+    start = (data_ptr(ctx_ptr, peer, tl.int8) + result_offset).to(tl.pointer_type(DTYPE))
+    return start + tl.cast(first_row, tl.int64) * N
+
+
+@triton.jit
+def store_sums(
+    ctx_ptr, alive, bias_ptr, stride_bias, out_ptr, result_offset, first_row,
+    row, num_rows, col, N, slot_rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PIECE_N: tl.constexpr, HAS_BIAS: tl.constexpr, PARTIAL: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, TO_ALL: tl.constexpr,
+):  # fmt: skip
+    """Sum a tile of the own rows over all slots, add the bias, store it; NaN where not `alive`.
+
+    Into out [rows, N], or with TO_ALL into every rank's result area (see `result_ptr`). PIECE_N
+    columns at a time. This rank's part goes through memory as well: added to the accumulator, the
+    others' would be read in its layout, two bytes at a time.
+    """
+    for piece in tl.range(0, BLOCK_N, PIECE_N):
+        summed = sum_slots(
+            ctx_ptr, row, num_rows, col + piece, N, slot_rows, BLOCK_M, PIECE_N, PARTIAL, WORLD_SIZE
+        )
+        if HAS_BIAS:
+            summed = add_bias(summed, bias_ptr, stride_bias, col + piece, N, PIECE_N)
+        summed = tl.where(alive, summed, float("nan"))
+        if TO_ALL:
+            for peer in range(WORLD_SIZE):
+                there = result_ptr(
+                    ctx_ptr, peer, result_offset, first_row, N, out_ptr.dtype.element_ty
+                )
+                store_rows(there, summed, row, num_rows, col + piece, N, BLOCK_M, PIECE_N)
+        else:
+            store_rows(out_ptr, summed, row, num_rows, col + piece, N, BLOCK_M, PIECE_N)
+
+
+@triton.jit
 def wait_for_slots(ctx_ptr, word, words_per_rank, epoch, OP: tl.constexpr):
     """Wait until every peer has stored its part of the tile of index `word`."""
-    rank = get_rank(ctx_ptr)
-    ok = True
-    for peer in range(get_world_size(ctx_ptr)):
-        if peer != rank:
-            ok = wait(ctx_ptr, READY + peer * words_per_rank + word, epoch, peer, OP) & ok
-    return ok
+    return wait_all(ctx_ptr, READY + word, words_per_rank, epoch, False, OP)

@@ -8,7 +8,9 @@ import torch
 
 from plait.checks import check_min_ndim, check_one_of, check_tensor
 from plait.overlap import register as _register  # noqa: F401 - forward and backward call these
+from plait.overlap.common.direct import needs_grad, nobody_listens
 from plait.overlap.common.gradients import as_list, check_main_grads, weight_gradient
+from plait.overlap.gemm_ar.run import forward
 from plait.symm.group import Group
 
 
@@ -57,10 +59,26 @@ def gemm_ar(
     main_grads = as_list("main_grad", main_grad)
     check_main_grads(main_grads, [weight])
     check_one_of("algorithm", algorithm, ("auto", "one_shot", "two_shot"))
-    return _GemmAr.apply(
+    arguments = (
         x, weight, bias, group.name, reduce_dtype or x.dtype, out_dtype or x.dtype, algorithm, impl,
-        replicated_grad, main_grads,
     )  # fmt: skip
+    if needs_grad((x, weight, bias)):
+        return _GemmAr.apply(*arguments, replicated_grad, main_grads)
+    return _run(*arguments)
+
+
+def _run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: str,
+    reduce_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    algorithm: str,
+    impl: str,
+) -> torch.Tensor:
+    operator = forward if nobody_listens((x, weight, bias)) else torch.ops.plait.gemm_ar
+    return operator(x, weight, bias, group, reduce_dtype, out_dtype, algorithm, impl)
 
 
 class _GemmAr(torch.autograd.Function):
@@ -81,9 +99,7 @@ class _GemmAr(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.options = (group, impl, replicated_grad)
         ctx.main_grads, ctx.has_bias = main_grads, bias is not None
-        return torch.ops.plait.gemm_ar(
-            x, weight, bias, group, reduce_dtype, out_dtype, algorithm, impl
-        )
+        return _run(x, weight, bias, group, reduce_dtype, out_dtype, algorithm, impl)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

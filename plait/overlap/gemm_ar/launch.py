@@ -12,12 +12,21 @@ from plait.collectives.segments import Segments
 from plait.errors import CapacityError
 from plait.ops.matmul.configs import Config
 from plait.ops.matmul.operands import descriptor_allowed, dot_precision, row_operand
+from plait.overlap.common.arrivals import Tiles, broadcast_arrivals, partial_arrivals
 from plait.overlap.common.operands import (
     Weights,
     block_args,
     triton_dtype,
 )
-from plait.overlap.common.tile_config import piece_columns, segment_config, tiles_of
+from plait.overlap.common.plans import run_program
+from plait.overlap.common.tile_config import (
+    few_rows_config,
+    launch_limits,
+    piece_columns,
+    segment_config,
+    tiles_of,
+)
+from plait.overlap.common.trace import Awaits, trace_args
 from plait.schedules.partition import num_segmented_tiles, split_rows
 from plait.symm import signals
 from plait.symm.group import Group
@@ -27,6 +36,10 @@ Algorithm = Literal["one_shot", "two_shot"]
 _OPERATOR = signals.Operator.GEMM_AR
 _ONE_SHOT_ROWS = 64  # below, one hop costs less than the (world_size - 2) / world_size more bytes
 _ALIGN_BYTES = 256
+_STEPS = {  # what a trace's stamps end in each of the kernel's loops
+    "one_shot": (("compute", "store"), ("wait", "sum")),
+    "two_shot": (("compute", "store", "wait", "sum"), ("wait", "store")),
+}
 
 
 def choose_algorithm(num_rows: int, world_size: int) -> Algorithm:
@@ -51,7 +64,7 @@ def run_gemm_ar(
         nbytes = _region_bytes(group, rows.shape[0], weight, out, reduce_dtype, algorithm)
         region = group.take_region(nbytes, call)
         program = plan_gemm_ar(group, region, rows, weight, part, reduce_dtype, algorithm)
-        group.run(program, f"{call} first={first}")
+        run_program(group, program, f"{call} first={first}")
 
 
 def plan_gemm_ar(
@@ -70,7 +83,12 @@ def plan_gemm_ar(
         from plait.overlap.gemm_ar.kernels import _gemm_ar_one_shot_kernel as kernel
 
         num_tiles = tiles_of(x.shape[0], weight.num_cols, config)
-        args |= {"M": x.shape[0], "words_per_rank": num_tiles}
+        args |= {
+            "M": x.shape[0],
+            "words_per_rank": num_tiles,
+        }
+        tiles = Tiles.of((x.shape[0],) * group.world_size, weight.num_cols, config, num_tiles)
+        arrivals = broadcast_arrivals(region, tiles, reduce_dtype.itemsize)
     else:
         from plait.overlap.gemm_ar.kernels import _gemm_ar_two_shot_kernel as kernel
 
@@ -85,9 +103,17 @@ def plan_gemm_ar(
             "slot_rows": segments.max_rows,
             "result_offset": _slot_bytes(group, segments.max_rows, weight, reduce_dtype),
         }
-    grid = max(1, min(group.executor.num_sms, num_tiles))
-    launch = Launch(kernel, grid, args, config.num_warps, config.num_stages)
-    return Program("gemm_ar", [open_region(region, grid, _OPERATOR), launch], members=group.members)
+        tiles = Tiles.of(segments.rows, weight.num_cols, config, args["words_per_rank"])
+        arrivals = partial_arrivals(region, tiles, reduce_dtype.itemsize, out.element_size())
+    awaits = _awaits(group, args["words_per_rank"], algorithm)
+    args |= trace_args(group, num_tiles, _STEPS[algorithm], awaits)
+    most, registers = launch_limits(config, group.executor.num_sms)
+    grid = max(1, min(most, num_tiles))
+    launch = Launch(
+        kernel, grid, args, config.num_warps, config.num_stages, max_registers=registers
+    )
+    program = Program("gemm_ar", members=group.members)
+    return program.add(open_region(region, grid, _OPERATOR), arrivals, launch)
 
 
 def _common_args(
@@ -114,12 +140,25 @@ def _common_args(
         "stride_bias": operands["stride_bias0"],
         "PIECE_N": piece_columns(config),
         "HAS_BIAS": operands["HAS_BIAS"],
+        "WORLD_SIZE": len(region.words),
         "PARTIAL": triton_dtype(reduce_dtype),
         "B_KN": operands["B_KN"],
         "PRECISION": dot_precision(x.dtype),
         "OP": int(_OPERATOR),
         **block_args(config),
     }
+
+
+def _awaits(group: Group, words: int, algorithm: Algorithm) -> Awaits:
+    """The words that tiles wait for, for `trace_args`."""
+    rank, world_size = group.rank, group.world_size
+
+    def awaits(loop: int, segment: int, tile: int) -> list[int]:
+        if algorithm == "two_shot" and loop == 1:
+            return [(world_size + segment) * words + tile]
+        return [peer * words + tile for peer in range(world_size) if peer != rank]
+
+    return awaits
 
 
 def _segments(group: Group, num_rows: int) -> Segments:
@@ -129,9 +168,12 @@ def _segments(group: Group, num_rows: int) -> Segments:
 def _config(group: Group, x: torch.Tensor, weight: Weights, algorithm: Algorithm) -> Config:
     descriptors = descriptor_allowed(x) and weight.descriptors_allowed()
     num_rows = x.shape[0]
-    segment_rows = num_rows if algorithm == "one_shot" else _segments(group, num_rows).max_rows
+    if algorithm == "one_shot":
+        return few_rows_config(
+            num_rows, weight.num_cols, x.shape[1], x.dtype, descriptors, group.device
+        )
     return segment_config(
-        segment_rows,
+        _segments(group, num_rows).max_rows,
         num_rows,
         weight.num_cols,
         x.shape[1],

@@ -6,7 +6,8 @@ import torch
 
 from plait.checks import check_min_ndim, check_one_of, check_shape
 from plait.collectives import all_reduce as _all_reduce  # noqa: F401 - registers plait::all_reduce
-from plait.overlap.common.chooser import choose
+from plait.overlap.common import plans
+from plait.overlap.common.chooser import Sizes, choose
 from plait.overlap.common.operands import Weights
 from plait.overlap.common.unfused import linear
 from plait.overlap.common.validate import check_operands, check_reduce_dtype
@@ -29,12 +30,28 @@ def forward(
 ) -> torch.Tensor:
     """The implementation of `plait::gemm_ar`."""
     group = get_group(group_name)
+    key = None
+    if plans.available(group):
+        key = (
+            "gemm_ar", plans.layout(x), plans.layout(weight), plans.layout(bias), reduce_dtype,
+            out_dtype, algorithm, impl, plans.precision_of(x.dtype),
+        )  # fmt: skip
+        plan = plans.find(group, key)
+        if plan is not None:
+            return plan.run(group, _inputs(x.contiguous(), weight, bias))[0]
     check_min_ndim("x", x, 2, "[..., K]")
     check_operands(group, x, [weight], [] if bias is None else [bias], "none", out_dtype, impl)
     check_shape("weight", weight, ("N", x.shape[-1]), "K of x", "Pass weight as [N, K].")
     check_one_of("algorithm", algorithm, ALGORITHMS)
     check_reduce_dtype(reduce_dtype, impl)
-    chosen = choose("gemm_ar", group, impl, None)
+    num_rows = x.shape[:-1].numel()
+    named = choose_algorithm(num_rows, group.world_size) if algorithm == "auto" else algorithm
+    features = x.shape[-1] * group.world_size
+    sizes = Sizes(
+        num_rows, weight.shape[0], features, x.dtype, reduce_dtype.itemsize,
+        named,  # type: ignore[arg-type]
+    )  # fmt: skip
+    chosen = choose("gemm_ar", group, impl, None, sizes)
     if chosen == "reference":
         xs = group.exchange_tensor("gemm_ar reference", x)
         weights = group.exchange_tensor("gemm_ar reference", weight)
@@ -44,7 +61,7 @@ def forward(
         if bias is not None or out_dtype != reduce_dtype:
             partial = partial.to(torch.float32)  # so that the sum is rounded once, after the bias
         total = torch.ops.plait.all_reduce(partial, group_name, None, "auto", "auto")
-        choose("gemm_ar", group, impl, None)  # the record of this call, not of the AllReduce in it
+        choose("gemm_ar", group, impl, None, sizes)  # record this call, not the AllReduce in it
         return (total if bias is None else total + bias).to(out_dtype)
     out = x.new_empty([*x.shape[:-1], weight.shape[0]], dtype=out_dtype)
     if out.numel() == 0:
@@ -54,10 +71,21 @@ def forward(
         if x.shape[-1]
         else x.new_empty(x.shape[:-1].numel(), 0)
     )
-    named = choose_algorithm(flat.shape[0], group.world_size) if algorithm == "auto" else algorithm
     weights = Weights((weight,), () if bias is None else (bias,))
-    run_gemm_ar(group, flat, weights, out.view(-1, out.shape[-1]), reduce_dtype, named)  # type: ignore[arg-type]
+    inputs = _inputs(flat, weight, bias)
+    with plans.recording(group, key, "gemm_ar, planned", inputs, {"out": out}):
+        run_gemm_ar(group, flat, weights, out.view(-1, out.shape[-1]), reduce_dtype, named)  # type: ignore[arg-type]
     return out
+
+
+def _inputs(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """The arguments that each call brings, by name; x contiguous."""
+    inputs = {"x": x, "weight": weight}
+    if bias is not None:
+        inputs["bias"] = bias
+    return inputs
 
 
 __all__ = ["forward"]

@@ -12,7 +12,9 @@ import torch
 
 from plait.checks import check_min_ndim, check_tensor, normalize_dim
 from plait.overlap import register as _register  # noqa: F401 - forward and backward call these
+from plait.overlap.common.direct import needs_grad, nobody_listens
 from plait.overlap.common.gradients import as_list, check_main_grads, weight_gradient
+from plait.overlap.gemm_rs.run import forward
 from plait.symm.group import Group
 
 
@@ -62,11 +64,30 @@ def gemm_rs(
     main_grads = as_list("main_grad", main_grad)
     check_main_grads(main_grads, [weight])
     dim = normalize_dim("scatter_dim", scatter_dim, x.dim())
-    return _GemmRs.apply(
+    arguments = (
         x, weight, bias, group.name, dim, list(rows_per_rank or []), reduce_dtype or x.dtype,
-        out_dtype or x.dtype,
-        impl, main_grads,
+        out_dtype or x.dtype, impl,
     )  # fmt: skip
+    if needs_grad((x, weight, bias)):
+        return _GemmRs.apply(*arguments, main_grads)
+    return _run(*arguments)
+
+
+def _run(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: str,
+    scatter_dim: int,
+    rows: list[int],
+    reduce_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    impl: str,
+) -> torch.Tensor:
+    operator = forward if nobody_listens((x, weight, bias)) else torch.ops.plait.gemm_rs
+    return operator(
+        x, weight, bias, group, scatter_dim, rows, reduce_dtype, out_dtype, impl, None
+    )[0]  # fmt: skip
 
 
 class _GemmRs(torch.autograd.Function):
@@ -87,9 +108,7 @@ class _GemmRs(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.options = (group, scatter_dim, rows, impl)
         ctx.main_grads, ctx.has_bias = main_grads, bias is not None
-        return torch.ops.plait.gemm_rs(
-            x, weight, bias, group, scatter_dim, rows, reduce_dtype, out_dtype, impl, None
-        )[0]  # fmt: skip
+        return _run(x, weight, bias, group, scatter_dim, rows, reduce_dtype, out_dtype, impl)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

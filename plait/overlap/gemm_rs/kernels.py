@@ -7,9 +7,10 @@ rank's share of the sum.
 import triton
 import triton.language as tl
 
-from plait.ops.matmul.kernels import accumulate_tile, add_bias
+from plait.ops.matmul.kernels import accumulate_tile
 from plait.overlap.common.rows import whole_rows
-from plait.overlap.common.slots import store_rows, store_slot, sum_slots, wait_for_slots
+from plait.overlap.common.slots import store_slot, store_sums, wait_for_slots
+from plait.overlap.common.trace_kernels import record, record_tile
 from plait.schedules.lang import segmented_tile
 from plait.symm.lang.patterns import finish, signal
 from plait.symm.lang.words import READY, get_epoch, get_rank, get_world_size
@@ -45,6 +46,9 @@ def _gemm_rs_kernel(
     B_KN: tl.constexpr,
     PRECISION: tl.constexpr,
     OP: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    trace_ptr=None,
+    TRACE: tl.constexpr = False,
 ):
     """out = sum over ranks of (x @ w^T)[own rows] (+ bias), partials in PARTIAL, summed in fp32.
 
@@ -52,8 +56,11 @@ def _gemm_rs_kernel(
     s's rows goes into slot `rank` of s's region [world_size, slot_rows, N] and sets word READY +
     rank * words_per_rank + tile there, tile = m * num_n + n. Tiles of the own rows come last: the
     own part goes into the own slot, then all slots are added in rank order, PIECE_N columns at a
-    time, so that the accumulator does not have to live beside the sum. Needs no wait before its
-    own rows, so it cannot hold up a peer.
+    time. Needs no wait before its own rows, so it cannot hold up a peer, as long as all blocks are
+    resident.
+
+    TRACE: trace_ptr has a row for each tile (see trace_kernels), stamped after K and after its
+    partial sums are stored and signalled; of the own rows also after the wait and after the sum.
 
     Example: world 2, one tile a segment, rank 0: the tile of rank 1's rows is sent, then the own
     one waits for READY + words_per_rank and is summed.
@@ -77,25 +84,27 @@ def _gemm_rs_kernel(
             + tl.load(table_ptr + 3 * world_size + segment)
             + row
         )
+        record_tile(trace_ptr, tile, segment, word, TRACE)
         acc = accumulate_tile(
             tl.zeros((BLOCK_M, BLOCK_N), tl.float32), x, w, x_row, x_rows, rows < num_rows,
             col, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
             BLOCK_M, BLOCK_N, BLOCK_K, DESC, B_KN, PRECISION,
         )  # fmt: skip
+        record(trace_ptr, tile, 1, TRACE)
         store_slot(
             ctx_ptr, segment, acc, row, num_rows, col, N, slot_rows, BLOCK_M, BLOCK_N, PARTIAL
         )
         if segment != rank:
             signal(ctx_ptr, segment, READY + rank * words_per_rank + word, epoch)
+            record(trace_ptr, tile, 2, TRACE)
         else:
             tl.debug_barrier()
+            record(trace_ptr, tile, 2, TRACE)
             alive = wait_for_slots(ctx_ptr, word, words_per_rank, epoch, OP)
-            for piece in tl.range(0, BLOCK_N, PIECE_N):
-                summed = sum_slots(
-                    ctx_ptr, row, num_rows, col + piece, N, slot_rows, BLOCK_M, PIECE_N, PARTIAL
-                )
-                if HAS_BIAS:
-                    summed = add_bias(summed, bias_ptr, stride_bias, col + piece, N, PIECE_N)
-                summed = tl.where(alive, summed, float("nan"))
-                store_rows(out_ptr, summed, row, num_rows, col + piece, N, BLOCK_M, PIECE_N)
+            record(trace_ptr, tile, 3, TRACE)
+            store_sums(
+                ctx_ptr, alive, bias_ptr, stride_bias, out_ptr, 0, 0, row, num_rows, col, N,
+                slot_rows, BLOCK_M, BLOCK_N, PIECE_N, HAS_BIAS, PARTIAL, WORLD_SIZE, False,
+            )  # fmt: skip
+            record(trace_ptr, tile, 4, TRACE)
     finish(ctx_ptr, epoch)

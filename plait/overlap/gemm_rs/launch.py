@@ -6,25 +6,34 @@ from dataclasses import dataclass
 
 import torch
 
-from plait.backends.commands import Command, Launch, Program
+from plait.backends.commands import Launch, Program, Step
 from plait.collectives.all_gather import end_gather, start_gather
 from plait.collectives.push import gather_bytes, open_region
 from plait.collectives.segments import Segments
 from plait.errors import CapacityError
 from plait.ops.matmul.configs import Config
 from plait.ops.matmul.operands import descriptor_allowed, dot_precision, row_operand
+from plait.overlap.common.arrivals import Tiles, partial_arrivals
 from plait.overlap.common.operands import (
     Weights,
     block_args,
     triton_dtype,
 )
-from plait.overlap.common.tile_config import piece_columns, segment_config, tiles_of
+from plait.overlap.common.plans import run_program
+from plait.overlap.common.tile_config import (
+    launch_limits,
+    piece_columns,
+    segment_config,
+    tiles_of,
+)
+from plait.overlap.common.trace import Awaits, trace_args
 from plait.schedules.partition import num_segmented_tiles
 from plait.symm import signals
 from plait.symm.group import Group
 from plait.symm.workspace import Region
 
 _OPERATOR = signals.Operator.GEMM_RS
+_STEPS = (("compute", "store", "wait", "sum"),)  # what a trace's stamps end
 
 
 @dataclass(frozen=True)
@@ -52,8 +61,8 @@ def run_gemm_rs(
         region = group.take_region(_slot_bytes(part, weight.num_cols, reduce_dtype), call)
         rows = slice(first, first + part.rows[group.rank])
         program = Program("gemm_rs", members=group.members)
-        before: list[Command] = []
-        after: list[Command] = []
+        before: list[Step] = []
+        after: list[Step] = []
         if gather is not None:
             own = gather.x[rows]
             row_bytes = own.shape[1] * own.element_size()
@@ -63,7 +72,7 @@ def run_gemm_rs(
         program.add(
             *before, *plan_gemm_rs(group, region, x, weight, part, out[rows], reduce_dtype), *after
         )
-        group.run(program, f"{call} first={part.first} gather={gather is not None}")
+        run_program(group, program, f"{call} first={part.first} gather={gather is not None}")
 
 
 def plan_gemm_rs(
@@ -74,14 +83,15 @@ def plan_gemm_rs(
     segments: Segments,
     out: torch.Tensor,
     reduce_dtype: torch.dtype,
-) -> list[Command]:
+) -> list[Step]:
     """The commands of one slice: `out` is this rank's rows of it."""
     from plait.overlap.gemm_rs.kernels import _gemm_rs_kernel
 
     config = _config(group, x, weight, segments)
     num_cols, features = weight.num_cols, x.shape[1]
     num_tiles = num_segmented_tiles(segments.rows, -(-num_cols // config.block_n), config.block_m)
-    grid = max(1, min(group.executor.num_sms, num_tiles))
+    most, registers = launch_limits(config, group.executor.num_sms)
+    grid = max(1, min(most, num_tiles))
     operands = weight.kernel_args(config, out)
     args = {
         "ctx_ptr": region.ctx,
@@ -103,14 +113,28 @@ def plan_gemm_rs(
         "stride_bias": operands["stride_bias0"],
         "PIECE_N": piece_columns(config),
         "HAS_BIAS": operands["HAS_BIAS"],
+        "WORLD_SIZE": group.world_size,
         "PARTIAL": triton_dtype(reduce_dtype),
         "B_KN": operands["B_KN"],
         "PRECISION": dot_precision(x.dtype),
         "OP": int(_OPERATOR),
         **block_args(config),
     }
-    launch = Launch(_gemm_rs_kernel, grid, args, config.num_warps, config.num_stages)
-    return [open_region(region, grid, _OPERATOR), launch]
+    args |= trace_args(group, num_tiles, _STEPS, _awaits(group, args["words_per_rank"]))
+    launch = Launch(
+        _gemm_rs_kernel, grid, args, config.num_warps, config.num_stages, max_registers=registers
+    )
+    tiles = Tiles.of(segments.rows, num_cols, config, args["words_per_rank"])
+    arrivals = partial_arrivals(region, tiles, reduce_dtype.itemsize)
+    return [open_region(region, grid, _OPERATOR), arrivals, launch]
+
+
+def _awaits(group: Group, words: int) -> Awaits:
+    """The words that tiles of the own rows wait for, for `trace_args`."""
+    rank, world_size = group.rank, group.world_size
+    return lambda _loop, _segment, tile: [
+        peer * words + tile for peer in range(world_size) if peer != rank
+    ]
 
 
 def _config(group: Group, x: torch.Tensor, weight: Weights, segments: Segments) -> Config:

@@ -9,7 +9,8 @@ from plait.collectives.all_gather import gather_whole
 from plait.collectives.reduce_scatter import reduce_scatter_partials
 from plait.collectives.segments import Segments
 from plait.collectives.sizes import scattered_sizes
-from plait.overlap.common.chooser import choose
+from plait.overlap.common import plans
+from plait.overlap.common.chooser import Sizes, choose
 from plait.overlap.common.operands import Weights
 from plait.overlap.common.unfused import linear
 from plait.overlap.common.validate import check_operands, check_reduce_dtype
@@ -32,6 +33,17 @@ def forward(
 ) -> list[torch.Tensor]:
     """The implementation of `plait::gemm_rs`."""
     group = get_group(group_name)
+    key = None
+    if plans.available(group):
+        key = (
+            "gemm_rs", plans.layout(x), plans.layout(weight), plans.layout(bias), scatter_dim,
+            tuple(rows_per_rank), reduce_dtype, out_dtype, impl, plans.layout(gather),
+            plans.precision_of(x.dtype),
+        )  # fmt: skip
+        plan = plans.find(group, key)
+        if plan is not None:
+            own = None if gather is None else gather.contiguous()
+            return plan.run(group, _inputs(x.contiguous(), weight, bias, own))
     check_min_ndim("x", x, 2, "[..., K]")
     last_dim = scatter_dim == x.dim() - 1
     biases = [] if bias is None or last_dim else [bias]
@@ -43,11 +55,18 @@ def forward(
     if bias is not None and last_dim:
         own = weight[: sizes[group.rank]]  # the bias is that of the own columns
         check_operands(group, x, [own], [bias], "none", out_dtype, impl)
+    features = x.shape[-1] * group.world_size
     chosen = choose(
-        "gemm_rs", group, impl, "scatter_dim is the last dim, which is N" if last_dim else None
+        "gemm_rs",
+        group,
+        impl,
+        "scatter_dim is the last dim, which is N" if last_dim else None,
+        Sizes(x.shape[:-1].numel(), weight.shape[0], features, x.dtype, reduce_dtype.itemsize),
     )
     if chosen == "fused":
-        return _fused(group, x, weight, bias, scatter_dim, sizes, reduce_dtype, out_dtype, gather)
+        return _fused(
+            group, x, weight, bias, scatter_dim, sizes, reduce_dtype, out_dtype, gather, key
+        )
     if chosen == "reference":
         call = "gemm_rs reference"
         xs, weights = group.exchange_tensor(call, x), group.exchange_tensor(call, weight)
@@ -88,6 +107,7 @@ def _fused(
     reduce_dtype: torch.dtype,
     out_dtype: torch.dtype,
     gather: torch.Tensor | None,
+    key: plans.Key | None,
 ) -> list[torch.Tensor]:
     shape = [*x.shape[:-1], weight.shape[0]]
     segments = Segments.of(shape, scatter_dim, sizes)
@@ -113,10 +133,28 @@ def _fused(
         else x.new_empty(x.shape[:-1].numel(), 0)
     )
     weights = Weights((weight,), () if bias is None else (bias,))
-    run_gemm_rs(
-        group, flat, weights, segments, out.view(-1, out.shape[-1]), reduce_dtype, gathering
-    )
+    named = {"out": out} if whole is None else {"out": out, "whole": whole}
+    inputs = _inputs(flat, weight, bias, None if gathering is None else gathering.x)
+    with plans.recording(group, key, "gemm_rs, planned", inputs, named):
+        run_gemm_rs(
+            group, flat, weights, segments, out.view(-1, out.shape[-1]), reduce_dtype, gathering
+        )
     return results
+
+
+def _inputs(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gather: torch.Tensor | None,
+) -> dict[str, torch.Tensor]:
+    """The arguments that each call brings, by name; x and gather contiguous."""
+    inputs = {"x": x, "weight": weight}
+    if bias is not None:
+        inputs["bias"] = bias
+    if gather is not None:
+        inputs["gather"] = gather
+    return inputs
 
 
 __all__ = ["forward"]

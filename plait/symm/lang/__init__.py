@@ -34,7 +34,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_PATTERNS = ("barrier", "begin", "finish", "get", "put", "signal", "wait")
+_PATTERNS = (
+    "barrier", "begin", "finish", "get", "put", "signal", "signal_all", "wait", "wait_all",
+)  # fmt: skip
 _WORDS = ("READY", "USER", "data_ptr", "get_epoch", "get_rank", "get_world_size", "word_ptr")
 _MODULES = {
     **dict.fromkeys(_PATTERNS, "plait.symm.lang.patterns"),
@@ -56,5 +58,6 @@ def __dir__() -> list[str]:
 
 __all__ = [  # noqa: F822 - resolved by __getattr__
     "READY", "USER", "barrier", "begin", "data_ptr", "fence_proxy_async", "finish", "get",
-    "get_epoch", "get_rank", "get_world_size", "put", "signal", "wait", "word_ptr",
+    "get_epoch", "get_rank", "get_world_size", "put", "signal", "signal_all", "wait",
+    "wait_all", "word_ptr",
 ]  # fmt: skip

@@ -14,7 +14,9 @@ from plait.symm.lang.words import (
     CTX_MIRROR,
     CTX_REGION,
     CTX_STATUS,
+    CTX_WORDS,
     EPOCH,
+    MAX_RANKS,
     READY,
     RECORD,
     TARGET,
@@ -31,6 +33,49 @@ def signal(ctx_ptr, peer, word, epoch):
     """Set `word` of `peer` to `epoch` after all stores of this block."""
     tl.debug_barrier()
     tl.atomic_xchg(word_ptr(ctx_ptr, peer, word), epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def signal_all(ctx_ptr, word, epoch, SELF: tl.constexpr):
+    """`signal` every peer, and this rank if SELF.
+
+    One thread a peer, so that the round trips go on together.
+    """
+    rank = get_rank(ctx_ptr)
+    peers = tl.arange(0, MAX_RANKS)
+    mask = peers < get_world_size(ctx_ptr)
+    if not SELF:
+        mask = mask & (peers != rank)
+    bases = tl.load(ctx_ptr + CTX_WORDS + peers, mask=mask, other=0)
+    ptrs = bases.to(tl.pointer_type(tl.int32)) + (tl.load(ctx_ptr + CTX_REGION) + word)
+    tl.debug_barrier()
+    values = tl.zeros((MAX_RANKS,), tl.int32) + epoch
+    tl.atomic_xchg(ptrs, values, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_all(ctx_ptr, first, stride, epoch, SELF: tl.constexpr, OP: tl.constexpr):
+    """`wait` for word first + p * stride of every peer p, and of this rank if SELF.
+
+    All words are looked at together; only the peers that are late are then waited for in turn.
+    """
+    rank = get_rank(ctx_ptr)
+    world_size = get_world_size(ctx_ptr)
+    peers = tl.arange(0, MAX_RANKS)
+    mask = peers < world_size
+    if not SELF:
+        mask = mask & (peers != rank)
+    ptrs = word_ptr(ctx_ptr, rank, first) + peers * stride
+    seen = tl.atomic_add(ptrs, 0, mask=mask, sem="acquire", scope="sys")
+    late = (mask & (seen - epoch < 0)).to(tl.int32)
+    # Each thread acquired one peer's stores: the others may read them after the barrier.
+    tl.debug_barrier()
+    ok = True
+    if tl.sum(late, 0) > 0:
+        for peer in range(world_size):
+            if tl.sum(tl.where(peers == peer, late, 0), 0) > 0:
+                ok = wait(ctx_ptr, first + peer * stride, epoch, peer, OP) & ok
+    return ok
 
 
 @triton.jit
@@ -106,9 +151,7 @@ def begin(ctx_ptr, num_arrivals, OP: tl.constexpr):
     """
     rank = get_rank(ctx_ptr)
     epoch = get_epoch(ctx_ptr) + 1
-    ok = True
-    for peer in range(get_world_size(ctx_ptr)):
-        ok = wait(ctx_ptr, CONSUMED + peer, epoch - 1, peer, OP) & ok
+    ok = wait_all(ctx_ptr, CONSUMED, 1, epoch - 1, True, OP)
     tl.store(word_ptr(ctx_ptr, rank, EPOCH), epoch)
     arrived = tl.load(word_ptr(ctx_ptr, rank, ARRIVED))
     tl.store(word_ptr(ctx_ptr, rank, TARGET), arrived + num_arrivals)
@@ -129,8 +172,7 @@ def finish(ctx_ptr, epoch):
     tl.debug_barrier()
     arrived = tl.atomic_add(word_ptr(ctx_ptr, rank, ARRIVED), 1, sem="acq_rel", scope="gpu")
     if arrived + 1 == target:
-        for peer in range(get_world_size(ctx_ptr)):
-            signal(ctx_ptr, peer, CONSUMED + rank, epoch)
+        signal_all(ctx_ptr, CONSUMED + rank, epoch, True)
         # A peer that gave up on this rank may have overwritten what this call still read.
         if tl.load(group_word_ptr(ctx_ptr, rank, ABORT), volatile=True) != 0:
             _tell_host(ctx_ptr)
@@ -141,12 +183,8 @@ def barrier(ctx_ptr, OP: tl.constexpr):
     """All ranks have arrived: one block; needs a region of its own words."""
     rank = get_rank(ctx_ptr)
     epoch = get_epoch(ctx_ptr) + 1
-    world_size = get_world_size(ctx_ptr)
-    for peer in range(world_size):
-        signal(ctx_ptr, peer, READY + rank, epoch)
-    ok = True
-    for peer in range(world_size):
-        ok = wait(ctx_ptr, READY + peer, epoch, peer, OP) & ok
+    signal_all(ctx_ptr, READY + rank, epoch, True)
+    ok = wait_all(ctx_ptr, READY, 1, epoch, True, OP)
     tl.store(word_ptr(ctx_ptr, rank, EPOCH), epoch)
     return ok
 

@@ -21,6 +21,7 @@ CTX_STATUS = tl.constexpr(layout.CTX_STATUS)
 CTX_MIRROR = tl.constexpr(layout.CTX_MIRROR)
 CTX_REGION = tl.constexpr(layout.CTX_REGION)
 CTX_WORDS = tl.constexpr(layout.CTX_WORDS)
+MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
 USER = tl.constexpr(int(layout.Operator.USER))  # OP of waits in kernels outside plait
 
 
@@ -53,7 +54,12 @@ def data_ptr(ctx_ptr, peer, DTYPE: tl.constexpr):
     """Start of this region's data in `peer`'s memory, 16-byte aligned, as a pointer to DTYPE."""
     world_size = get_world_size(ctx_ptr)
     address = tl.load(ctx_ptr + CTX_WORDS + world_size + peer)
-    return tl.multiple_of(address, 16).to(tl.pointer_type(DTYPE))
+    # Triton ignores an alignment hint on a loaded address, and would move 2 bytes at a time: so the
+    # address is reached from a kernel argument that is aligned, in steps of 16 bytes.
+    apart = address - ctx_ptr.to(tl.int64)
+    return ctx_ptr.to(tl.pointer_type(DTYPE), bitcast=True) + (apart >> 4) * (
+        128 // DTYPE.primitive_bitwidth
+    )
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,14 @@ class SymmetricBuffer:
         return [peer.data_ptr() for peer in self.peers]
 
 
+class LinkSpeed(NamedTuple):
+    """What a rank sends through: 10^9 bytes a second, one way, to all peers together; and the time
+    from the last byte to its signal."""
+
+    gb_s: float
+    latency_us: float
+
+
 class Transport(abc.ABC):
     """Memory and meetings of one rank's view of a group."""
 
@@ -41,6 +49,7 @@ class Transport(abc.ABC):
     device: torch.device
     executor: Executor
     symmetric: bool  # whether `allocate` works: fused operators need it
+    one_process: bool = False  # no other process has a rank that must decide alike
 
     @abc.abstractmethod
     def allocate(self, nbytes: int, label: str, *, words: bool = False) -> SymmetricBuffer:
@@ -65,6 +74,14 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Local: release what is left. Needs no peer."""
+
+    def link_speed(self) -> LinkSpeed | None:
+        """The link between the ranks; None (unknown) leaves `impl="auto"` at the fused kernel.
+
+        The same on every rank. A transport of several processes that answers must also see to it
+        that ranks have equal shares of N (AG+GEMM) or K, by which "auto" decides as well.
+        """
+        return None
 
     # --- collectives: of transports that are not symmetric; the others run plait's own kernels
     def all_gather(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
@@ -105,4 +122,4 @@ class Transport(abc.ABC):
         raise NotImplementedError(f"all_to_all of {type(self).__name__}")
 
 
-__all__ = ["SymmetricBuffer", "Transport"]
+__all__ = ["LinkSpeed", "SymmetricBuffer", "Transport"]

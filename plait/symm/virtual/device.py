@@ -137,6 +137,13 @@ class VirtualDevice:
                 return rank
         return None
 
+    def is_signal_word(self, address: int) -> bool:
+        """Whether the address lies in signal words of any rank."""
+        return any(
+            start <= address < start + nbytes and start in self._members
+            for start, nbytes, _rank in self._regions
+        )
+
     # --- scheduling
     def runnable(self) -> list[BlockActor | Work]:
         """Blocks that are awake and copies whose turn it is."""
@@ -310,9 +317,16 @@ class VirtualDevice:
                 self._word_set(word, self.actor.now_ns)
 
     def atomic(
-        self, address: int, run: Callable[[], Any], sem: str, scope: str, poll: bool, site: Site
+        self,
+        address: int,
+        run: Callable[[], Any],
+        sem: str,
+        scope: str,
+        poll: bool,
+        site: Site,
+        vector: bool = False,
     ) -> Any:
-        """A scalar atomic of the running block: other actors may run first."""
+        """An atomic of the running block, or one lane of a vector's: other actors may run first."""
         actor = self.actor
         assert actor is not None
         self._hub.switch()
@@ -337,6 +351,7 @@ class VirtualDevice:
             poll=poll,
             scope=scope,
             site=site,
+            vector=vector,
         )
         if not poll:
             self._word_set(address, actor.now_ns)

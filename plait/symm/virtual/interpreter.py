@@ -16,7 +16,14 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from plait.backends.nvidia.intrinsics import FENCE_PROXY_ASYNC, GLOBALTIMER, NANOSLEEP
+from plait.backends.nvidia.intrinsics import (
+    FENCE_PROXY_ASYNC,
+    GLOBALTIMER,
+    GRID_LAUNCH_DEPENDENTS,
+    GRID_WAIT,
+    NANOSLEEP,
+    SMID,
+)
 from plait.symm.virtual.lang_proxy import Binder, Rewrite, install_tensor_methods
 from plait.symm.virtual.observe import Site
 
@@ -130,12 +137,37 @@ class VirtualBuilder(InterpreterBuilder):
         def run() -> Any:
             return parent(op, ptr, val, mask, sem, scope, *args)
 
-        if ptr.data.size != 1:
-            return run()
         poll = str(op).endswith(".ADD") and not np.any(val.data)
+        if ptr.data.size != 1:
+            lanes = np.flatnonzero(mask.data)
+            words = lanes.size and self.device.is_signal_word(int(ptr.data.reshape(-1)[lanes[0]]))
+            if _name(sem) == "relaxed" and not words:
+                return run()  # sums of a whole tile: nobody waits for them
+
+            def lane_of(handle: Any, lane: int) -> Any:
+                return TensorHandle(handle.data.reshape(-1)[lane : lane + 1], handle.dtype)
+
+            def run_lane(lane: int) -> Any:
+                one = [lane_of(each, lane) for each in (ptr, val, mask)]
+                return parent(op, one[0], one[1], one[2], sem, scope, *args)
+
+            return self._each_lane(ptr, val, mask, run_lane, _name(sem), _name(scope), poll)
         return self.device.atomic(
             int(ptr.data.reshape(-1)[0]), run, _name(sem), _name(scope), poll, self.site()
         )
+
+    def _each_lane(
+        self, ptr: Any, val: Any, mask: Any, run: Any, sem: str, scope: str, poll: bool
+    ) -> Any:
+        """An atomic of several addresses: one of each lane's, others running between them."""
+        result = np.zeros_like(val.data)
+        for lane in np.flatnonzero(mask.data):
+            address = int(ptr.data.reshape(-1)[lane])
+            seen = self.device.atomic(
+                address, lambda lane=lane: run(lane), sem, scope, poll, self.site(), vector=True
+            )
+            result.reshape(-1)[lane] = seen.data.reshape(-1)[0]
+        return TensorHandle(result, val.dtype.scalar)
 
     def create_atomic_cas(
         self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any, *args: Any
@@ -160,6 +192,12 @@ class VirtualBuilder(InterpreterBuilder):
             return _AsmResult(TensorHandle(np.zeros(1, np.int32), tl.int32))
         if asm == GLOBALTIMER:
             return _AsmResult(TensorHandle(np.array([self.device.now_ns], np.int64), tl.int64))
+        if asm == SMID:  # every block has an SM of its own
+            assert self.device.actor is not None
+            index = self.device.actor.block.index
+            return _AsmResult(TensorHandle(np.array([index], np.int32), tl.int32))
+        if asm in (GRID_WAIT, GRID_LAUNCH_DEPENDENTS):  # a stream's kernels run one after the other
+            return _AsmResult(TensorHandle(np.zeros(1, np.int32), tl.int32))
         if asm == NANOSLEEP:
             self.device.spend_ns(100)
             return _AsmResult(TensorHandle(np.zeros(1, np.int32), tl.int32))

@@ -109,8 +109,13 @@ class Observer:
         poll: bool,
         scope: str,
         site: Site,
+        vector: bool = False,
     ) -> None:
-        """A scalar atomic that took effect; `poll` says that it added 0, so it only read."""
+        """An atomic on one word that took effect; `poll` says that it added 0, so it only read.
+
+        `vector`: one lane of an atomic of several words, which any thread may execute. A scalar
+        atomic is thread 0's.
+        """
 
     def cta_barrier(self, block: Block) -> None: ...
     def proxy_fence(self, block: Block) -> None: ...

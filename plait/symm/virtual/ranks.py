@@ -321,6 +321,8 @@ class TwoPhaseExecutor(Executor):
     everything loaded before the first launch, and no user code runs until all have launched.
     """
 
+    early_launches = False  # their blocks would take the SMs that other ranks' kernels need
+
     def __init__(self, world: World, rank: int, inner: Any) -> None:
         self.world, self.rank, self.inner, self.device = world, rank, inner, world.device
 

@@ -63,10 +63,12 @@ class Script:
     def fence(self, block):
         self.detector.proxy_fence(block)
 
-    def atomic(self, block, acquire=False, release=False, poll=False, scope="sys", word=SIGNALS):
+    def atomic(self, block, acquire=False, release=False, poll=False, scope="sys", word=SIGNALS,
+               vector=False):  # fmt: skip
         self.detector.atomic(
-            block, word, acquire=acquire, release=release, poll=poll, scope=scope, site=Site("s", 9)
-        )
+            block, word, acquire=acquire, release=release, poll=poll, scope=scope,
+            site=Site("s", 9), vector=vector,
+        )  # fmt: skip
 
     def signal(self, block, **kwargs):
         self.atomic(block, release=True, **kwargs)

@@ -57,7 +57,7 @@ def test_a_correct_operator_survives_all_schedules():
 
 
 def test_a_race_is_reported_with_its_schedule():
-    mutant = Mutant("m", "", remove_call("barrier", "wait"))
+    mutant = Mutant("m", "", remove_call("barrier", "wait_all"))
     finding = found(mutant)
     assert finding.found == "race"
     assert finding.plan == Plan("random", 0)
@@ -66,7 +66,7 @@ def test_a_race_is_reported_with_its_schedule():
 
 
 def test_a_deadlock_is_reported():
-    finding = found(Mutant("m", "", remove_call("barrier", "signal")))
+    finding = found(Mutant("m", "", remove_call("barrier", "signal_all")))
     assert finding.found == "deadlock"
     assert "waits" in finding.report
 
@@ -81,7 +81,7 @@ def test_a_wrong_value_is_reported():
 
 
 def test_a_rewrite_that_breaks_the_code_counts_as_an_error():
-    mutant = Mutant("m", "", offset_argument("barrier", "wait", 0, "x"))
+    mutant = Mutant("m", "", offset_argument("barrier", "wait_all", 0, "x"))
     assert found(mutant).found == "error"
     (result,) = check_mutants(RUN, [mutant], (), 1, 1, 2)
     assert not result.as_expected
@@ -89,7 +89,7 @@ def test_a_rewrite_that_breaks_the_code_counts_as_an_error():
 
 def test_exploring_stops_at_the_first_finding():
     seen = []
-    mutant = Mutant("m", "", weaken("signal", "atomic_xchg", "sem", "relaxed"))
+    mutant = Mutant("m", "", weaken("signal_all", "atomic_xchg", "sem", "relaxed"))
     outcome = explore(RUN, 9, 3, 2, mutant=mutant, on_attempt=seen.append)
     assert len(outcome.attempts) == 1 == len(seen)
 
@@ -98,9 +98,9 @@ def test_mutants_are_discovered_from_what_ran():
     names = [mutant.name for mutant in mutants_of(record(RUN, 1, 2))]
     assert len(set(names)) == len(names)
     for name in (
-        "barrier: signal 0 removed",
-        "barrier: wait 0 epoch - 1",
-        "barrier: loop 1 without the last rank",
+        "barrier: signal_all 0 removed",
+        "barrier: wait_all 0 epoch - 1",
+        "wait_all: loop 0 without the last rank",
         "barrier: epoch 0 not advanced",
         "wait: atomic_add 1 relaxed",
         "program barrier: launch 0 removed",

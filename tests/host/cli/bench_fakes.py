@@ -34,9 +34,11 @@ class FakeGpu:
     def run(self, program: Program) -> None:
         self.ran += 1
         launch = program.launches()[0]
-        args, out = launch.args, launch.args["out_ptr"]
-        batch = out.shape[:-2]
-        x, weight = (getattr(args[name], "base", args[name]) for name in ("x", "w0"))
+        args = launch.args
+        names = ("out_ptr", "x", "w0")
+        out, x, weight = (getattr(args[name], "base", args[name]) for name in names)
+        batch = (args["num_batches"],) if args["BATCHED"] else ()
+        out = out.view(*batch, args["M"], args["N"])
         if args["DESC"]:
             shape = (args["K"], args["N"]) if args["B_KN"] else (args["N"], args["K"])
             x, weight = x.view(*batch, args["M"], args["K"]), weight.view(*batch, *shape)

@@ -11,7 +11,7 @@ import torch
 
 from plait.cli import bench_gemm
 from plait.cli.main import main
-from plait.cli.shapes import read_shapes
+from plait.cli.shapes import read_batched_shapes, read_shapes, with_batch
 from plait.cli.tune import geometric_mean
 from plait.errors import ArgumentError, PlaitError
 from plait.ops.matmul import tune, tuned
@@ -19,6 +19,7 @@ from plait.ops.matmul.candidates import tuning_candidates
 from plait.ops.matmul.configs import Config, default_config
 from plait.ops.matmul.tuned import config_text
 from plait.runtime import lab as labs
+from plait.runtime.record import RunRecord
 from plait.runtime.tuning_store import forget_tables, read_table, user_table_path
 from plait.settings import override
 from tests.host.cli.bench_fakes import GPU, FakeGpu
@@ -84,6 +85,7 @@ def test_without_a_gpu_the_text_says_so(command, tmp_path, capsys, monkeypatch):
         ("bench gemm 1 2 3 --fast-accum", 1, "fp8 operands"),
         ("bench gemm 16 16 16 --dtype fp8 --batch 2", 1, "no batch"),
         ("bench gemm --shapes nowhere.txt", 1, "nowhere.txt"),
+        ("bench gemm 16 16 16 --host --impl default", 1, "'tuned' with --host"),
         ("tune gemm", 2, "--shapes"),
         ("tune gemm --shapes nowhere.txt", 1, "nowhere.txt"),
         ("tune", 2, "gemm"),
@@ -116,8 +118,30 @@ def test_shapes_are_read(name, text, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.txt", "1 2 3\n8 1 2 3\n8 x 1 x 2 x 3"),
+        ("a.json", '[[1, 2, 3], {"B": 8, "M": 1, "N": 2, "K": 3}]'),
+    ],
+)
+def test_shapes_may_have_a_batch(name, text, tmp_path):
+    path = tmp_path / name
+    path.write_text(text)
+    found = read_batched_shapes(path)
+    assert found == [(0, 1, 2, 3), (8, 1, 2, 3)]
+    assert with_batch(found[:1], 5) == [(5, 1, 2, 3)]
+    assert with_batch(found, 0) == found
+    with pytest.raises(ArgumentError, match="--batch"):
+        with_batch(found, 5)
+    with pytest.raises(ArgumentError, match="three numbers"):
+        read_shapes(path)
+
+
+@pytest.mark.parametrize(
     ("name", "text", "part"),
     [
+        ("a.txt", "1 2 3 4 5", "[1, 2, 3, 4, 5]"),
+        ("a.json", '[{"B": 0, "M": 1, "N": 2, "K": 3}]', "'B': 0"),
         ("a.txt", "1 2 3\n1 2 k", "line 2"),
         ("a.txt", "1 2", "[1, 2]"),
         ("a.txt", "# nothing", "none in"),
@@ -144,6 +168,18 @@ def test_the_dense_shapes_are_the_local_ones_of_tp8():
     assert {(6144, 12288), (3584, 8192), (6656, 16384), (1792, 4096)} < sides
 
 
+def test_the_other_shapes_are_those_of_the_issues():
+    folder = ROOT / "benchmarks" / "shapes"
+    batched = read_batched_shapes(folder / "batched.txt")
+    assert len(batched) == 9
+    assert (32, 4096, 4096, 128) in batched
+    fp8 = read_shapes(folder / "fp8.txt")
+    dense = {shape[1:] for shape in read_shapes(folder / "dense_tp8.txt")}
+    sides = {shape[1:] for shape in fp8}
+    assert sides - dense == {(8192, 8192)}
+    assert sorted(fp8) == sorted((M, *side) for M in (16, 256, 1024, 4096, 8192) for side in sides)
+
+
 # Tuning
 
 
@@ -168,6 +204,37 @@ def test_the_command_keeps_what_is_done(gpu, tmp_path, capsys):
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         raise SystemExit(main(["tune", "gemm", "--shapes", shapes]))
     assert [each.shape["M"] for each in read_table(path).entries] == [16, 128, 32]
+
+
+@pytest.mark.parametrize(("line", "options"), [("4 64 128 512", []), ("64 128 512", ["--batch"])])
+def test_batches_have_entries_that_benchmarks_find(line, options, gpu, tmp_path, capsys):
+    shapes, results = shapes_file(tmp_path, line), tmp_path / "rows.jsonl"
+    command = ["tune", "gemm", "--shapes", shapes, *[each for x in options for each in (x, "4")]]
+    gpu.slow = {"64x64x64 w4 s4 g8 desc o3": 0.5}
+    assert main(command) == 0
+    (entry,) = read_table(user_table_path(GPU.name)).entries
+    assert entry.key == tuned.tuning_key(BF16, batch=4)
+    assert entry.config["blocks_per_sm"] == 3
+    assert main(["bench", "gemm", "--shapes", shapes, *command[4:], "--json", str(results)]) == 0
+    assert main(["bench", "gemm", "64", "128", "512", "--json", str(results)]) == 0
+    assert [(each["source"], each["batch"]) for each in rows(results)] == [
+        ("tuned", 4),
+        ("default", 0),
+    ]
+    assert "4 x 64 128 512" in capsys.readouterr().out
+
+
+def test_fp8_sums_of_both_kinds_have_entries(gpu, tmp_path):
+    shapes, results = shapes_file(tmp_path, "256 512 1024"), tmp_path / "rows.jsonl"
+    gpu.slow = {"64x128x128 w4 s3 g8 desc o3": 0.5}
+    options = ["--shapes", shapes, "--dtype", "fp8", "--scales", "rows"]
+    assert main(["tune", "gemm", *options]) == 0
+    for fast, source in (([], "tuned"), (["--fast-accum"], "default")):
+        assert main(["bench", "gemm", *options, *fast, "--json", str(results)]) == 0
+        assert rows(results)[-1]["source"] == source
+    assert main(["tune", "gemm", *options, "--fast-accum"]) == 0
+    entries = read_table(user_table_path(GPU.name)).entries
+    assert [each.key.get("fast_accum", False) for each in entries] == [False, True]
 
 
 def test_the_command_fails_if_nothing_is_right(gpu, tmp_path, capsys):
@@ -235,6 +302,36 @@ def test_bench_takes_each_kind(options, baseline, gpu, tmp_path):
     assert row["precision"] == ("tf32" if "tf32" in options else "ieee")
     assert row["ratio"] == pytest.approx(1.0)
     assert torch.backends.cuda.matmul.fp32_precision == before
+
+
+def test_bench_measures_host_time(gpu, tmp_path, capsys, monkeypatch):
+    """Both sides in turns; whether a plan was found is said by the call's own record."""
+    turns, results = [], tmp_path / "rows.jsonl"
+    plans = iter(["planned", ""])
+
+    def host_us(call, calls, repeats):
+        call()
+        turns.append(call.__name__)
+        return (15.0 if call.__name__ == "ours" else 20.0) + 1 / len(turns)
+
+    monkeypatch.setattr(bench_gemm, "host_us", host_us)
+    monkeypatch.setattr(bench_gemm.plait, "matmul", lambda x, weight, impl: x @ weight.mT)
+    monkeypatch.setattr(
+        bench_gemm.plait, "last_run", lambda: RunRecord("matmul", "fused", "", next(plans))
+    )
+    for _ in range(2):
+        assert main(["bench", "gemm", "16", "64", "64", "--host", "--json", str(results)]) == 0
+    assert main(["bench", "gemm", "16", "64", "64", "--json", str(results)]) == 0
+    assert turns == ["ours", "theirs"] * 2 * bench_gemm.HOST_TURNS
+    planned, checked, without = rows(results)
+    assert planned["host_us"] == pytest.approx(15 + 1 / 9)
+    assert planned["host_baseline_us"] == pytest.approx(20.1)
+    assert [each["host_planned"] for each in (planned, checked, without)] == [True, False, None]
+    assert without["host_us"] is without["host_baseline_us"] is None
+    out = capsys.readouterr().out
+    assert out.count("15.1/20.1 ") == 1
+    assert out.count("host us") == 2
+    assert out.count("no plan") == 1
 
 
 def test_bench_uses_the_table_that_tune_wrote(gpu, tmp_path):

@@ -62,7 +62,10 @@ def signals_before_copies(program):
 def without_prologue_wait(definition):
     """The region is opened without asking whether the peers still read it."""
     if definition.name == "begin":
-        definition.body = [s for s in definition.body if not isinstance(s, ast.For)]
+        waits = [s for s in definition.body if "wait_all" in ast.unparse(s)]
+        assert waits
+        for wait in waits:
+            definition.body[definition.body.index(wait)] = ast.parse("ok = True").body[0]
     return definition
 
 

@@ -1,12 +1,14 @@
 """`plait.matmul` before it runs: tile choices, what descriptors need, and the program."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from plait.ops.matmul.configs import Config, candidates, default_config, is_valid
+from plait.ops.matmul.candidates import tuning_candidates
+from plait.ops.matmul.configs import Config, candidates, default_config, is_valid, least_block_k
 from plait.ops.matmul.launch import plan_matmul
 from plait.ops.matmul.operands import descriptors_allowed, weights_are_kn
 
@@ -28,9 +30,11 @@ def test_default_config_is_valid_everywhere(arch):
 
 def test_default_config_examples():
     bf16, fp32 = torch.bfloat16, torch.float32
-    assert default_config(8192, 8192, 8192, bf16, "sm90", True) == Config(
-        128, 256, 64, 8, 3, 8, True
-    )
+    sixteen_waves = default_config(8448, 8192, 8192, bf16, "sm90", True)
+    assert sixteen_waves == Config(128, 256, 64, 8, 4, 8, True, desc_store=True, flatten=True)
+    half_a_wave_more = default_config(1024, 6144, 12288, bf16, "sm90", True)
+    assert (half_a_wave_more.splits, half_a_wave_more.split_tail) == (2, True)
+    assert default_config(2048, 2048, 128, bf16, "sm90", True, batch=16).blocks_per_sm == 2
     assert default_config(16, 8192, 8192, bf16, "sm90", True).block_m == 16
     assert default_config(1024, 1024, 8192, bf16, "sm90", True).block_n == 128
     assert default_config(8192, 8192, 8192, bf16, "sm90", True, num_weights=2).block_n == 128
@@ -49,6 +53,33 @@ def test_validity_has_limits():
     assert not is_valid(Config(128, 96, 64, 8, 3, 8, True), bf16, "sm90")  # no power of two
     assert not is_valid(Config(8, 128, 64, 8, 3, 8, True), bf16, "sm90")  # below tl.dot's 16
     assert not is_valid(Config(128, 128, 32, 8, 3, 8, False), fp32, "sm90")  # no tensor cores
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("arch", ["cpu", "sm90"])
+def test_eight_bits_take_no_short_step_of_k(dtype, arch):
+    good = Config(64, 64, 32, 4, 3, 8, False)
+    assert is_valid(good, dtype, arch)
+    assert not is_valid(replace(good, block_k=16), dtype, arch)
+    assert is_valid(replace(good, block_k=16), torch.bfloat16, arch)
+    assert (least_block_k(dtype), least_block_k(torch.float16)) == (32, 16)
+    for k in (0, 1, 16, 31, 33, 4096):
+        for choose in (candidates, tuning_candidates):
+            found = choose(100, 200, k, dtype, arch, True)
+            assert all(is_valid(each, dtype, arch) for each in found)
+            assert min(each.block_k for each in found) >= 32
+
+
+def test_blocks_of_one_sm_share_what_it_has():
+    def valid(blocks_per_sm, *config, dtype=torch.bfloat16):
+        return is_valid(Config(*config, True, blocks_per_sm=blocks_per_sm), dtype, "sm90")
+
+    assert valid(2, 128, 128, 64, 8, 3, 8)
+    assert not valid(3, 128, 128, 64, 8, 2, 8)  # registers
+    assert not valid(2, 128, 256, 64, 8, 1, 8)
+    # The hardware keeps 1 KiB for itself beside each block: 3 x 72 fit 227 KiB, 3 x 75 do not.
+    assert valid(3, 64, 128, 128, 4, 3, 8, dtype=torch.float8_e4m3fn)
+    assert not valid(3, 64, 256, 64, 4, 4, 8, dtype=torch.float8_e4m3fn)
 
 
 def test_candidates_are_valid_unique_and_start_with_the_default():

@@ -14,7 +14,7 @@ from plait.ops.matmul.configs import Config, default_config, is_valid
 from plait.ops.matmul.precompile import CompileJob
 from plait.ops.matmul.problem import Problem, make_operands
 from plait.ops.matmul.tuned import config_of, config_text
-from tests.host.cli.bench_fakes import FakeGpu
+from tests.host.cli.bench_fakes import GPU, FakeGpu
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -47,7 +47,7 @@ def test_candidates_are_valid_few_and_distinct(M, dtype, precision, allowed):
 def test_candidates_have_the_tiles_of_their_regime():
     large = tuning_candidates(8192, 6144, 12288, BF16)
     assert {each.group_m for each in large} == {4, 8, 16}
-    assert {each.splits for each in large} == {1}
+    assert not any(each.splits > 1 and not each.split_tail for each in large)
     for tile in (
         Config(128, 256, 64, 8, 3, 8, True),
         Config(256, 128, 64, 8, 4, 16, True),
@@ -67,6 +67,48 @@ def test_group_sizes_that_the_rows_cannot_show_are_left_out():
     found = tuning_candidates(1024, 12288, 6144, BF16)
     assert {each.group_m for each in found if each.block_m == 256} == {8}
     assert {each.group_m for each in found if each.block_m == 128} == {4, 8}
+
+
+def test_batches_have_candidates_with_several_blocks_an_sm():
+    found = tuning_candidates(1024, 1024, 1024, BF16, batch=16)
+    alone = tuning_candidates(1024, 1024, 1024, BF16)
+    shared = {each for each in found if each.blocks_per_sm > 1}
+    assert {(each.block_m, each.block_n) for each in shared - set(alone)} >= {
+        (64, 64), (128, 64), (64, 128),
+    }  # fmt: skip
+    # Alone 64 tiles leave half of the GPU idle; sixteen times as many need splits of the tail only.
+    assert any(each.splits > 1 and not each.split_tail for each in alone)
+    assert not any(each.splits > 1 and not each.split_tail for each in found)
+    assert max(each.splits for each in tuning_candidates(64, 64, 4096, BF16, batch=4)) == 8
+    assert tuning_candidates(64, 256, 4096, BF16, batch=1) == tuning_candidates(64, 256, 4096, BF16)
+
+
+def test_precise_fp8_has_small_tiles():
+    small = Config(64, 128, 128, 4, 3, 8, True, blocks_per_sm=3)
+    precise = tuning_candidates(8192, 8192, 8192, FP8)
+    fast = tuning_candidates(8192, 8192, 8192, FP8, fast_accum=True)
+    assert small in precise
+    assert small not in fast
+    tiles = {(128, 256, 128), (256, 128, 128), (128, 128, 128)}
+    for found in (precise, fast):
+        assert tiles <= {(each.block_m, each.block_n, each.block_k) for each in found}
+
+
+def test_a_task_starts_with_what_runs_without_a_table():
+    """Also where it differs from `default_config`; by descriptors only where they may read."""
+    precise = tune.make_task(Problem(4096, 4096, 4096, FP8, scales="rows"), GPU).candidates
+    fast = Problem(4096, 4096, 4096, FP8, scales="rows", fast_accum=True)
+    assert precise[0].block_m * precise[0].block_n == 128 * 128  # two accumulators
+    assert tune.make_task(fast, GPU).candidates[0] in tuning_candidates(
+        4096, 4096, 4096, FP8, fast_accum=True
+    )
+    # Beyond K = 72 lies the next batch: no tile of 64 divides it.
+    stored = Problem(256, 256, 72, BF16, layout="kn", batch=4)
+    assert not any(each.desc for each in tune.make_task(stored, GPU).candidates)
+    divided = replace(stored, K=64)
+    found = tune.make_task(divided, GPU).candidates
+    assert all(each.block_k <= 64 for each in found if each.desc)
+    assert any(each.desc for each in found)
 
 
 # Operands and errors
@@ -123,14 +165,14 @@ def test_an_error_cannot_hide(device):
 
 
 def tune_all(gpu, problems, device, compiled=None, clock=None, rounds=7):
-    tasks = [tune.make_task(problem, "sm90") for problem in problems]
+    tasks = [tune.make_task(problem, GPU) for problem in problems]
     clock = clock or tune.Clock()
     return list(tune.tune_all(tasks, gpu.lab(device), compiled, clock, rounds=rounds))
 
 
 def test_the_fastest_right_config_wins(device):
     gpu, problem = FakeGpu(), Problem(256, 512, 1024, BF16)
-    configs = tune.make_task(problem, "sm90").candidates
+    configs = tune.make_task(problem, GPU).candidates
     fastest, second = configs[3], configs[-1]
     gpu.slow = {config_text(fastest): 0.5, config_text(second): 0.75}
     (found,) = tune_all(gpu, [problem], device)
@@ -151,7 +193,7 @@ def test_the_fastest_right_config_wins(device):
 
 def test_a_wrong_or_failing_config_is_never_recorded(device):
     gpu, problem = FakeGpu(), Problem(256, 512, 1024, BF16)
-    configs = tune.make_task(problem, "sm90").candidates
+    configs = tune.make_task(problem, GPU).candidates
     tiles = {f"{each.block_m}x{each.block_n}x{each.block_k}" for each in configs}
     gpu.wrong, gpu.failing = {"128x128x64"}, {"64x128x128"}
     assert gpu.wrong | gpu.failing < tiles
@@ -172,7 +214,7 @@ def test_a_wrong_or_failing_config_is_never_recorded(device):
 
 def test_what_is_not_compiled_is_not_run(device):
     gpu, problem = FakeGpu(), Problem(256, 512, 1024, BF16)
-    task = tune.make_task(problem, "sm90")
+    task = tune.make_task(problem, GPU)
     jobs = tune.distinct_jobs([task])
     compiled = dict.fromkeys(jobs, "CompilationError: no")
     good = task.jobs()[task.candidates[2]].key
@@ -200,6 +242,7 @@ def test_the_limit_stops_in_time(device):
 def test_jobs_with_the_same_kernels_are_one():
     tile = Config(64, 64, 64, 4, 3, 8, True, splits=2)
     job = CompileJob(Problem(64, 128, 1024, BF16), tile)
+    tail = replace(tile, split_tail=True)
     same = CompileJob(Problem(96, 256, 2048, BF16), replace(tile, splits=4, blocks_per_sm=2))
     assert job.key == same.key
     others = [
@@ -209,7 +252,13 @@ def test_jobs_with_the_same_kernels_are_one():
         replace(job, problem=Problem(64, 128, 1024, BF16, layout="kn")),
         replace(job, config=replace(tile, splits=1)),
         replace(job, config=replace(tile, group_m=4)),
+        replace(job, problem=Problem(64, 128, 1024, BF16, batch=4)),
+        replace(job, num_sms=132, problem=Problem(64, 64 * 140, 1024, BF16), config=tail),
     ]
+    # 2 tiles on 132 SMs are all split; of 140 on 132 the last 8; 132 fill the wave.
+    assert replace(job, num_sms=132, config=tail).key == job.key
+    filled = replace(job, num_sms=132, problem=Problem(64, 64 * 132, 1024, BF16), config=tail)
+    assert filled.key == replace(job, config=replace(tile, splits=1)).key
     assert len({each.key for each in (job, *others)}) == len(others) + 1
 
 

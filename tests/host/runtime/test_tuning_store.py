@@ -26,7 +26,7 @@ from plait.runtime.tuning_store import (
 from plait.settings import Settings, override, user_cache_dir
 
 GPU = replace(device_info("cpu"), arch="sm90", num_sms=132, name="NVIDIA H200")
-BF16 = torch.bfloat16
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 TILE = Config(128, 128, 64, 4, 5, 4, True)
 
 
@@ -206,23 +206,38 @@ def test_a_config_of_another_version_is_not_chosen():
     assert config_of(entry()) == TILE
     for change in ({"new_field": 1}, {"block_m": 128.0}, {"desc": 1}, {"splits": None}):
         assert config_of(replace(entry(), config={**config_dict(TILE), **change})) is None
-    fewer = {name: value for name, value in config_dict(TILE).items() if name != "splits"}
-    assert config_of(replace(entry(), config=fewer)) is None
+    for name, found in (("block_m", None), ("splits", TILE)):  # what came later has a default
+        fewer = {field: value for field, value in config_dict(TILE).items() if field != name}
+        assert config_of(replace(entry(), config=fewer)) == found
 
 
-def test_a_batch_counts_as_rows():
-    split = replace(TILE, splits=4)
-    table = TuningTable([entry(1024), entry(16, config=split)])
-    write_table(user_table_path(GPU.name), table, GPU.name)
-    assert choose(M=128, batch=8) == (TILE, "tuned")
-    assert choose(M=100, batch=10)[0].block_m == 128
-    assert choose(M=70, batch=8)[0].block_m <= 128
-    config, source = choose(M=16, batch=2)
-    assert (config, source) == (replace(split, splits=2, block_m=16), "tuned")
+def test_a_batch_has_entries_of_its_own():
+    small = replace(TILE, block_n=64)
+    entries = [entry(1024), entry(128), entry(128, config=small, batch=8)]
+    write_table(user_table_path(GPU.name), TuningTable(entries), GPU.name)
+    assert choose(M=128, batch=8) == (small, "tuned")
+    assert choose(M=100, batch=8) == (small, "nearest")
+    assert choose(M=128, batch=9) == choose(M=128, batch=5) == (small, "nearest")
+    assert choose(M=128, batch=2)[1] == choose(M=128, batch=17)[1] == "default"
+    assert choose(M=128, batch=1) == choose(M=128) == (TILE, "tuned")
+    default = default_config(128, 4096, 2048, BF16, "sm90", True, batch=8)
+    assert choose(M=128, batch=8, use_tables=False) == (default, "default")
+
+
+def test_the_short_accumulator_has_entries_of_its_own():
+    large = replace(TILE, block_k=128, num_stages=4)
+    small = replace(large, block_m=64, num_stages=3, blocks_per_sm=3)
+    options = {"dtype": E4M3, "scales": "rows"}
+    entries = [entry(config=small, **options), entry(config=large, fast_accum=True, **options)]
+    write_table(user_table_path(GPU.name), TuningTable(entries), GPU.name)
+    for fast, config in ((False, small), (True, large)):
+        found = choose_config(1024, 4096, 2048, E4M3, GPU, True, scales="rows", fast_accum=fast)
+        assert found == (config, "tuned")
 
 
 def test_text_tells_configs_apart():
     changes = [{"group_m": 8}, {"desc": False}, {"splits": 2}, {"blocks_per_sm": 2}]
+    changes += [{"splits": 2, "split_tail": True}, {"desc_store": True}]
     configs = [TILE, *(replace(TILE, **change) for change in changes)]
     assert config_text(TILE) == "128x128x64 w4 s5 g4 desc"
     assert len({config_text(each) for each in configs}) == len(configs)

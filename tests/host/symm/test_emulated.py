@@ -1,4 +1,4 @@
-"""Emulated groups: the text of a link, and what works without the pacer."""
+"""Emulated groups: the text of a link, and what works on the CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import plait
 from plait import Group
 from plait.errors import ArgumentError, GroupError, RankCountError, UnsupportedError
-from plait.symm.transports.emulated import Link
+from plait.symm.transports.link import Link
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,8 @@ from plait.symm.transports.emulated import Link
         ("paced:360", Link("paced", 360.0)),
         ("paced:22.5", Link("paced", 22.5)),
         ("paced:160+traffic", Link("paced", 160.0, traffic=True)),
+        ("paced:360@5", Link("paced", 360.0, latency_us=5.0)),
+        ("paced:360@0.5+traffic", Link("paced", 360.0, traffic=True, latency_us=0.5)),
     ],
 )
 def test_link_text(text: str, link: Link):
@@ -29,7 +31,8 @@ def test_link_text(text: str, link: Link):
     "text",
     ["", "nvlink", "PCIE", "pcie+traffic", "pcie:55", "paced", "paced:", "paced:0", "paced:-1",
      "paced:nan", "paced:inf", "paced:fast", "paced:+traffic", "paced:160+", "paced:160+traffics",
-     "paced:160+traffic+traffic", "slow:160", None, 360],
+     "paced:160+traffic+traffic", "paced:160@", "paced:160@-1", "paced:160@nan", "paced:@3",
+     "paced:160+traffic@5", "slow:160", None, 360],
 )  # fmt: skip
 def test_bad_link_text(text: object):
     with pytest.raises(ArgumentError, match=r"paced:160\+traffic") as caught:
@@ -73,14 +76,14 @@ def test_memory_of_peers(group: Group):
 
 
 @pytest.mark.parametrize("call", ["barrier", "all_gather", "ag_gemm"])
-def test_operators_say_that_the_pacer_is_missing(group: Group, call: str):
+def test_operators_say_that_they_need_a_gpu(group: Group, call: str):
     x, weight = torch.ones(2, 16), torch.ones(4, 16)
     calls = {
         "barrier": group.barrier,
         "all_gather": lambda: plait.all_gather(x, group=group),
         "ag_gemm": lambda: plait.ag_gemm(x, weight, group=group),
     }
-    with pytest.raises(UnsupportedError, match="not part of this release") as caught:
+    with pytest.raises(UnsupportedError, match="emulated peers on a GPU") as caught:
         calls[call]()
     assert "paced:160+traffic" in caught.value.got
 

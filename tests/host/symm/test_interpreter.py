@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import plait
 from plait.backends.commands import Launch, Program
-from plait.ops.matmul.kernels import logistic, split_columns
+from plait.ops.matmul.epilogue_kernels import logistic, split_columns
 from plait.testing.compare import assert_bitwise
 from plait.testing.compile_sm90 import compile_for
 from plait.testing.ranks import run_virtual

@@ -1,126 +1,42 @@
 """What the kernels of the protocol promise, read in the PTX that Triton emits for sm90."""
 
-import inspect
 import re
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
 
-from plait.collectives.push import close_region, gather_bytes, open_region
-from plait.collectives.segments import Segments
+from plait.collectives.push import close_region, open_region
 from plait.ops.matmul.configs import Config, shared_memory_limit
-from plait.overlap.ag_gemm import launch as ag_gemm_launch
-from plait.overlap.common.operands import Weights
+from plait.settings import override
 from plait.symm import signals
 from plait.symm.kernels import _barrier_kernel
-from plait.symm.lang.patterns import signal, wait
+from plait.symm.lang.patterns import signal, signal_all, wait, wait_all
 from plait.testing.compile_sm90 import assert_before, compile_for
-from plait.testing.ranks import run_virtual
+from tests.host.symm.ptx_checks import (
+    ARRIVAL,
+    CTA_BARRIER,
+    ENDED,
+    FENCE,
+    LEADS,
+    POLL,
+    REGISTERS_PER_SM,
+    RELEASE,
+    TMA_LOAD,
+    assert_no_spill,
+    assert_signals_release_after_a_barrier,
+    assert_waits_acquire,
+    assert_waits_end,
+    compiled,
+    launch_of_gemm_ar,
+    launch_of_gemm_rs,
+    launches_of_ag_gemm,
+    line_in,
+    lines_of_the_main_loop,
+    region_launch,
+)
 
 pytestmark = pytest.mark.newest_triton
-
-REGISTERS_PER_SM = 65_536
-ROWS, K, N, WORLD = 256, 1024, 2048, 2
-
-# The release of `signal`, the polls of `wait` (acquiring loads from Triton 3.9 on), its abort word.
-RELEASE = r"atom\.global\.(sys\.release|release\.sys)\.exch"
-POLL = r"(atom|ld)\.global\.(sys\.acquire|acquire\.sys)\."
-ARRIVAL = r"atom\.global\.(gpu\.acq_rel|acq_rel\.gpu)\.add"
-ABORT = r"ld\.volatile\.global"
-FENCE = r"fence\.proxy\.async;"
-CTA_BARRIER = r"\b(bar|barrier)\.(cta\.)?sync"
-LOCATION = re.compile(r"^\s*\.loc\s+(\d+)\s+(\d+)")
-TMA_LOAD = r"cp\.async\.bulk\.tensor"
-
-
-def launches_of_ag_gemm(monkeypatch, config, activation="none", full_epilogue=False):
-    """The launches of rank 1's program, as they would be made on a GPU with this config."""
-    monkeypatch.setattr(ag_gemm_launch, "choose_config", lambda *args: config)
-    num_weights = 2 if activation in ("swiglu", "geglu") else 1
-
-    def plan(group):
-        x = torch.empty(ROWS, K, dtype=torch.bfloat16)
-        weight = torch.empty(N, K, dtype=torch.bfloat16)
-        out = torch.empty(ROWS * WORLD, N, dtype=torch.bfloat16)
-        weights = Weights((weight,) * num_weights, (out[0],) * num_weights * full_epilogue)
-        segments = Segments.of(x.shape, 0, (ROWS,) * WORLD)
-        region = group.take_region(gather_bytes(segments, K * x.element_size()))
-        pres = [out] * num_weights * full_epilogue
-        return ag_gemm_launch.plan_ag_gemm(
-            group, region, x, weights, segments, [out], pres, activation, None
-        ).launches()
-
-    return run_virtual(plan, WORLD)[1]
-
-
-def compiled(launch):
-    return compile_for(
-        launch.kernel, launch.args, num_warps=launch.num_warps, num_stages=launch.num_stages
-    )
-
-
-def region_launch(make):
-    """A launch of the protocol itself on rank 1's first region."""
-    return run_virtual(lambda group: make(group.workspace.regions[0]), WORLD)[1]
-
-
-def line_in(ptx, at, function):
-    """The line of a device function's source that PTX line `at` comes from; None for others."""
-    lines = ptx.text.splitlines()
-    source, first = inspect.getsourcelines(function.fn)
-    where = next(found for line in reversed(lines[:at]) if (found := LOCATION.search(line)))
-    file = next(line for line in lines if re.match(rf"\s*\.file\s+{where[1]}\s", line))
-    in_file = file.rstrip().endswith(f'{Path(inspect.getsourcefile(function.fn)).name}"')
-    offset = int(where[2]) - first
-    return source[offset].strip() if in_file and 0 <= offset < len(source) else None
-
-
-def assert_signals_release_after_a_barrier(ptx):
-    """A CTA barrier is the last thing that orders memory before each signal: no store between."""
-    lines = ptx.text.splitlines()
-    found = [at for at in ptx.find_all(RELEASE) if line_in(ptx, at, signal)]
-    assert found, "no signal releases at system scope"
-    for at in found:
-        for line in reversed(lines[:at]):
-            if re.search(CTA_BARRIER, line):
-                break
-            assert not re.search(r"\bst\.|\batom\.|\bred\.|\bbra\b|^\$L__BB", line), line
-        else:
-            raise AssertionError("no CTA barrier before a signal")
-
-
-def assert_waits_acquire(ptx, num_waits):
-    """Every look at a word acquires, and then the CTA learns of it before it reads on."""
-    lines = ptx.text.splitlines()
-    polls = ptx.find_all(POLL)
-    looks = [text for at in polls if (text := line_in(ptx, at, wait))]
-    source = [line.strip() for line in inspect.getsource(wait.fn).splitlines()]
-    expected = sum(line.startswith("seen =") for line in source)
-    assert all(text.startswith("seen =") for text in looks)
-    assert len(looks) >= expected * num_waits  # the compiler may copy a loop
-    volatile = [line_in(ptx, at, wait) or "" for at in ptx.find_all(ABORT)]
-    assert not any(text.startswith("seen =") for text in volatile)
-    for at in polls:
-        after = next(
-            line
-            for line in lines[at + 1 :]
-            if re.search(rf"{CTA_BARRIER}|ld\.global|cp\.async", line)
-        )
-        assert re.search(CTA_BARRIER, after), after
-    # An add of 0 that is no acquire would be a poll, too: the only other add is the arrival.
-    others = set(ptx.find_all(r"atom\.global.*\.add")) - set(polls)
-    assert others == set(ptx.find_all(ARRIVAL))
-
-
-def assert_waits_end(ptx, num_waits):
-    """Each wait looks at the clock before and inside its loop, and at the abort word."""
-    assert ptx.count("%globaltimer") >= 2 * num_waits
-    assert ptx.count(ABORT) >= 2 * num_waits
-
-
-def assert_no_spill(found):
-    assert (found.spill_bytes, found.stack_bytes) == (0, 0)
 
 
 def test_prologue_acquires_and_has_a_deadline():
@@ -135,7 +51,7 @@ def test_prologue_acquires_and_has_a_deadline():
 def test_finish_arrives_after_its_reads_and_releases():
     found = compiled(region_launch(close_region))
     assert_before(found.ptx, FENCE, CTA_BARRIER, ARRIVAL, CTA_BARRIER, RELEASE)
-    assert_signals_release_after_a_barrier(found.ptx)
+    assert_signals_release_after_a_barrier(found.ptx, signal_all)
     assert_no_spill(found)
 
 
@@ -144,7 +60,7 @@ def test_barrier_signals_then_waits():
     found = compile_for(
         _barrier_kernel, region_launch(lambda region: {"ctx_ptr": region.ctx}) | args, num_warps=1
     )
-    assert_signals_release_after_a_barrier(found.ptx)
+    assert_signals_release_after_a_barrier(found.ptx, signal_all)
     assert_waits_acquire(found.ptx, 1)
     assert_waits_end(found.ptx, 1)
     assert_before(found.ptx, RELEASE, POLL)
@@ -174,7 +90,7 @@ def test_ag_gemm_keeps_the_protocol_and_fits_an_sm(
     ptx = found.ptx
     assert "wgmma.mma_async" in ptx
 
-    assert_signals_release_after_a_barrier(ptx)
+    assert_signals_release_after_a_barrier(ptx, signal_all)
     assert_waits_acquire(ptx, 2)  # one for tiles, one for a rank that had too few of them
     assert_waits_end(ptx, 2)
     assert_before(
@@ -192,3 +108,143 @@ def test_ag_gemm_keeps_the_protocol_and_fits_an_sm(
     # One pipeline of tiles: a second loop over tiles would double it.
     tiles = 3 * 64 * (128 + block_n * (2 if activation in ("swiglu", "geglu") else 1)) * 2
     assert tiles <= found.shared_bytes < 1.5 * tiles
+
+
+def events_of(ptx):
+    """(line, letter) in the order of the text: a tile's wait acquires (A), the fence after it (F),
+    a descriptor is loaded (L), tiles are multiplied (M)."""
+    lines = ptx.text.splitlines()
+    letters = {"A": POLL, "F": FENCE, "L": TMA_LOAD, "M": r"wgmma\.mma_async"}
+    return [
+        (at, letter)
+        for at, line in enumerate(lines)
+        for letter, pattern in letters.items()
+        if re.search(pattern, line) and (letter != "A" or line_in(ptx, at, wait))
+    ]
+
+
+@pytest.mark.parametrize("stages", [3, 4])
+def test_flattened_ag_gemm_loads_a_tile_after_its_wait(monkeypatch, stages):
+    """One loop over tiles and K, whose loads run ahead by stages - 1: so do the waits.
+
+    The peeled iterations before the loop and the loop itself must each acquire, fence, then load.
+    """
+    config = Config(128, 256, 64, 8, stages, 8, True, desc_store=True, flatten=True)
+    _, gemm = launches_of_ag_gemm(monkeypatch, config)
+    constants = {name: gemm.args[name] for name in ("FLATTEN", "DESC", "OUT_DESC", "LEADS")}
+    assert constants == {"FLATTEN": True, "DESC": True, "OUT_DESC": True, "LEADS": False}
+    assert (gemm.num_warps, gemm.num_stages) == (8, stages)
+    found = compiled(gemm)
+    loop = lines_of_the_main_loop(found.ptx)
+    events = events_of(found.ptx)
+
+    inside = "".join(letter for at, letter in events if at in loop)
+    assert re.fullmatch(r"A+FM+LL", inside), inside  # both operands of the iteration stages - 1 on
+    first_load = next(at for at, letter in events if letter == "L")
+    before = "".join(letter for at, letter in events if at < min(loop))
+    # Without K nothing is loaded: that loop over tiles has a wait of its own, wherever it lies.
+    assert re.fullmatch(rf"(A+F)*(A+FLL){{{stages - 1}}}", before), before
+    # Nothing is loaded or multiplied elsewhere.
+    after = "".join(letter for at, letter in events if at > max(loop))
+    assert not set(after) & set("LM"), after
+    assert min(loop) > first_load
+    assert_no_spill(found)
+    assert found.registers_per_block <= REGISTERS_PER_SM
+    assert found.shared_bytes <= shared_memory_limit("sm90")
+
+
+def test_the_pieces_of_the_last_wave_follow_the_kernel_before_them(monkeypatch):
+    """A second launch that starts early: the tiles' waits as in the first, then that kernel's end.
+
+    Whatever follows on the stream, and the peers that `finish` tells, follow both.
+    """
+    config = Config(128, 256, 64, 8, 4, 8, True, desc_store=True, flatten=True)
+    with override(cpu_blocks=5):
+        _, lead, tail = launches_of_ag_gemm(monkeypatch, config)
+    assert [each.args["PIECES"] for each in (lead, tail)] == [1, 2]
+    assert [each.args["BLOCK_N"] for each in (lead, tail)] == [256, 128]
+    assert lead.args["LEADS"]
+    tail = replace(tail, args=tail.args | {"EARLY": True})
+
+    first, second = compiled(lead).ptx, compiled(tail).ptx
+    assert (LEADS in first, ENDED in first) == (True, False)
+    assert (LEADS in second, ENDED in second) == (False, True)
+    assert_before(first, LEADS, POLL, "wgmma", ARRIVAL)
+    assert_before(second, POLL, "wgmma", ENDED, FENCE, CTA_BARRIER, ARRIVAL)
+    loop = lines_of_the_main_loop(second)
+    inside = "".join(letter for at, letter in events_of(second) if at in loop)
+    assert re.fullmatch(r"A+FM+LL", inside), inside
+
+
+VECTORS = r"{}\.global\S*\.v4\.b32"
+NARROW = r"\b(ld|st)\.global\S*\.(b|u|s)(8|16)\b"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(128, 256, 64, 8, 3, 8, True),
+        Config(128, 128, 64, 8, 3, 8, True, blocks_per_sm=2),
+        Config(128, 128, 64, 8, 3, 8, False),
+        Config(64, 64, 64, 4, 3, 8, True),
+    ],
+    ids=lambda config: f"{config.block_m}x{config.block_n} desc={config.desc}",
+)
+@pytest.mark.parametrize(
+    ("num_cols", "world_size", "partial"),
+    [(2048, 8, torch.bfloat16), (2064, 2, torch.bfloat16), (2048, 4, torch.float32)],
+    ids=str,
+)
+def test_partial_sums_move_in_vectors(monkeypatch, config, num_cols, world_size, partial):
+    """Tiles of partial sums, their sums and the bias: 16 bytes at a time, N divisible by 16."""
+    launch = launch_of_gemm_rs(monkeypatch, config, num_cols, world_size, partial)
+    found = compiled(launch)
+    assert found.ptx.count(VECTORS.format("st")) >= 2  # the partial tile and the sum
+    assert found.ptx.count(VECTORS.format("ld")) >= world_size  # a slot of each rank
+    assert found.ptx.count(NARROW) == 0
+    assert_no_spill(found)
+    assert_signals_release_after_a_barrier(found.ptx, signal)
+    assert_waits_acquire(found.ptx, 1)
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_gemm_ar_moves_partial_sums_in_vectors(monkeypatch, algorithm):
+    config = Config(64 if algorithm == "one_shot" else 128, 128, 64, 8, 3, 8, True)
+    found = compiled(launch_of_gemm_ar(monkeypatch, config, algorithm, 64))
+    assert found.ptx.count(VECTORS.format("st")) >= 2
+    assert found.ptx.count(VECTORS.format("ld")) >= 8
+    assert found.ptx.count(NARROW) == 0
+    assert_no_spill(found)
+    assert_signals_release_after_a_barrier(found.ptx, signal_all)
+    assert_waits_acquire(found.ptx, 1)
+
+
+def test_columns_that_no_vector_divides_are_still_moved(monkeypatch):
+    config = Config(128, 128, 64, 8, 3, 8, True)
+    found = compiled(launch_of_gemm_rs(monkeypatch, config, 2047, 2))
+    assert found.ptx.count(NARROW) > 0  # so the tests above can fail
+
+
+@pytest.mark.parametrize(("num_warps", "atomics"), [(1, 2), (2, 1), (8, 1)])
+def test_signal_all_and_wait_all_are_one_atomic_of_all_peers(num_warps, atomics):
+    """One instruction for 64 peers where the block has as many threads, with its barrier."""
+    args = region_launch(lambda region: {"ctx_ptr": region.ctx, "OP": 7})
+    found = compile_for(_barrier_kernel, args, num_warps=num_warps)
+    ptx = found.ptx
+    lines = ptx.text.splitlines()
+    anywhere = ptx.find_all(r"\batom\.global")
+    signals_at = [at for at in anywhere if line_in(ptx, at, signal_all)]
+    waits_at = [at for at in anywhere if line_in(ptx, at, wait_all)]
+    assert (len(signals_at), len(waits_at)) == (atomics, atomics)
+    assert all(re.search(RELEASE, lines[at]) for at in signals_at)
+    assert all(re.search(POLL + r"add", lines[at]) for at in waits_at)
+    assert max(signals_at) < min(waits_at)
+    assert_signals_release_after_a_barrier(ptx, signal_all)
+    # The barrier of the source comes after the acquire, before anything else is decided.
+    barriers = [at for at in ptx.find_all(CTA_BARRIER) if line_in(ptx, at, wait_all)]
+    assert any(
+        at > max(waits_at) and line_in(ptx, at, wait_all) == "tl.debug_barrier()" for at in barriers
+    )
+    first_branch = next(at for at in ptx.find_all(r"\bbra\b") if at > max(waits_at))
+    assert any(max(waits_at) < at < first_branch for at in barriers)
+    assert_no_spill(found)

@@ -52,7 +52,7 @@ class Log(Observer):
     def block_asleep(self, block, address):
         self.events.append(("asleep", str(block)))
 
-    def atomic(self, block, address, *, acquire, release, poll, scope, site):
+    def atomic(self, block, address, *, acquire, release, poll, scope, site, vector=False):
         self.events.append(("atomic", str(block), poll, site.line))
 
     def hosts_met(self, ranks):

@@ -1,0 +1,1 @@
+"""Predicted times of overlapped operators, and what is computed from measured ones."""
