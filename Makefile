@@ -16,7 +16,7 @@ NEWEST := build/triton-newest
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint types unit newest clean
+.PHONY: help demo test lint types unit aten newest clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /\1\t/' | expand -t 10
@@ -24,7 +24,7 @@ help:  ## list the targets
 demo: $(VENV)/.model  ## run a real model's layers tensor-parallel on four ranks and draw a timeline
 	$(PY) -m plait demo
 
-test: lint types unit newest  ## all checks and all tests that need no GPU
+test: lint types unit aten newest  ## all checks and all tests that need no GPU
 
 lint: $(VENV)/.tools  ## formatting and lint
 	$(PY) -m ruff format --check .
@@ -34,7 +34,10 @@ types: $(VENV)/.tools  ## type check
 	$(PY) -m pyright --pythonpath $(PY)
 
 unit: $(VENV)/.tools  ## the tests that need no GPU
-	$(PYTEST) tests/tiny tests/host
+	$(PYTEST) tests/tiny tests/host --ignore tests/host/aten
+
+aten: $(VENV)/.tools  ## the override of ATen, whose registrations stay in the process
+	$(PYTEST) tests/host/aten
 
 newest: $(VENV)/.tools $(NEWEST)/.$(TRITON_NEWEST)  ## the tests marked newest_triton, with the newest Triton
 	PYTHONPATH=$(NEWEST) $(PYTEST) -m newest_triton tests/host

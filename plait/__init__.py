@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from plait.collectives.all_reduce import all_reduce
     from plait.collectives.all_to_all import all_to_all
     from plait.collectives.reduce_scatter import reduce_scatter
+    from plait.ops.aten.explain import explain
+    from plait.ops.aten.registration import disable, enable, uninstall, use
+    from plait.ops.aten.report import report
     from plait.ops.matmul.api import matmul
     from plait.overlap.ag_gemm.api import ag_gemm
     from plait.overlap.common.trace import trace
@@ -33,13 +36,19 @@ _NAMES = {
     "all_gather": "plait.collectives.all_gather",
     "all_reduce": "plait.collectives.all_reduce",
     "all_to_all": "plait.collectives.all_to_all",
+    "disable": "plait.ops.aten.registration",
+    "enable": "plait.ops.aten.registration",
+    "explain": "plait.ops.aten.explain",
     "gemm_ar": "plait.overlap.gemm_ar.api",
     "gemm_rs": "plait.overlap.gemm_rs.api",
     "last_run": "plait.runtime.record",
     "matmul": "plait.ops.matmul.api",
     "reduce_scatter": "plait.collectives.reduce_scatter",
+    "report": "plait.ops.aten.report",
     "run_virtual": "plait.testing.ranks",
     "trace": "plait.overlap.common.trace",
+    "uninstall": "plait.ops.aten.registration",
+    "use": "plait.ops.aten.registration",
 }
 _MODULES = ("errors", "settings")
 
@@ -66,13 +75,19 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "disable",
+    "enable",
     "errors",
+    "explain",
     "gemm_ar",
     "gemm_rs",
     "last_run",
     "matmul",
     "reduce_scatter",
+    "report",
     "run_virtual",
     "settings",
     "trace",
+    "uninstall",
+    "use",
 ]

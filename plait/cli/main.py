@@ -22,6 +22,7 @@ COMMANDS = {
     "check": "plait.cli.check",
     "demo": "plait.cli.demo",
     "doctor": "plait.cli.doctor",
+    "run": "plait.cli.run",
     "trace": "plait.cli.trace",
     "tune": "plait.cli.tune",
 }
@@ -35,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     is printed to stderr.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["run"]:  # the rest is the script's, and so are its errors
+        from plait.cli.run import main as run
+
+        return run(arguments[1:])
     try:
         if arguments[:1] == ["doctor"]:  # also where Typer is missing or broken
             from plait.cli.doctor import main as doctor
