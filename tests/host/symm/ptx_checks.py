@@ -27,7 +27,7 @@ ABORT = r"ld\.volatile\.global"
 FENCE = r"fence\.proxy\.async;"
 CTA_BARRIER = r"\b(bar|barrier)\.(cta\.)?sync"
 LOCATION = re.compile(r"^\s*\.loc\s+(\d+)\s+(\d+)")
-TMA_LOAD = r"cp\.async\.bulk\.tensor.*shared::cluster\.global"
+TMA_LOAD = r"cp\.async\.bulk\.tensor.*shared::(cluster|cta)\.global"  # cta from Triton 3.9 on
 LEADS, ENDED = r"griddepcontrol\.launch_dependents", r"griddepcontrol\.wait"
 BF16 = torch.bfloat16
 

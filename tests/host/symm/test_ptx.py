@@ -184,7 +184,7 @@ NARROW = r"\b(ld|st)\.global\S*\.(b|u|s)(8|16)\b"
     "config",
     [
         Config(128, 256, 64, 8, 3, 8, True),
-        Config(128, 128, 64, 8, 3, 8, True, blocks_per_sm=2),
+        Config(128, 128, 64, 8, 3, 8, True),
         Config(128, 128, 64, 8, 3, 8, False),
         Config(64, 64, 64, 4, 3, 8, True),
     ],
