@@ -20,7 +20,6 @@ from plait.runtime.tuning_store import TuningEntry, tuning_table
 OPERATOR = "matmul"
 SHIPPED_TABLES = Path(__file__).parent / "tables"
 
-_FEW_ROWS = 64  # up to here tiles are chosen to read the weight fast, and each batch has its own
 
 Source = Literal["tuned", "nearest", "default"]
 

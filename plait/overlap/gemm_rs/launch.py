@@ -21,7 +21,6 @@ from plait.overlap.common.operands import (
 )
 from plait.overlap.common.plans import run_program
 from plait.overlap.common.tile_config import (
-    launch_limits,
     piece_columns,
     segment_config,
     tiles_of,
@@ -90,8 +89,7 @@ def plan_gemm_rs(
     config = _config(group, x, weight, segments)
     num_cols, features = weight.num_cols, x.shape[1]
     num_tiles = num_segmented_tiles(segments.rows, -(-num_cols // config.block_n), config.block_m)
-    most, registers = launch_limits(config, group.executor.num_sms)
-    grid = max(1, min(most, num_tiles))
+    grid = max(1, min(group.executor.num_sms, num_tiles))
     operands = weight.kernel_args(config, out)
     args = {
         "ctx_ptr": region.ctx,
@@ -121,9 +119,7 @@ def plan_gemm_rs(
         **block_args(config),
     }
     args |= trace_args(group, num_tiles, _STEPS, _awaits(group, args["words_per_rank"]))
-    launch = Launch(
-        _gemm_rs_kernel, grid, args, config.num_warps, config.num_stages, max_registers=registers
-    )
+    launch = Launch(_gemm_rs_kernel, grid, args, config.num_warps, config.num_stages)
     tiles = Tiles.of(segments.rows, num_cols, config, args["words_per_rank"])
     arrivals = partial_arrivals(region, tiles, reduce_dtype.itemsize)
     return [open_region(region, grid, _OPERATOR), arrivals, launch]
