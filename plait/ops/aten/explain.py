@@ -47,6 +47,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Backward passes that `fn` runs are told, too, and so are calls that ATen's own kernels make of
     operators that plait overrides. `print` shows the explanation; errors of `fn` are its own.
     """
+    spec.load_catalog()
     calls: list[Path] = []
 
     def hear(key: str, dispatch_key: str, reason: str) -> None:

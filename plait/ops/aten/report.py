@@ -51,7 +51,7 @@ class Counter:
         try:
             self._mine[reason][0] += 1
         except KeyError:
-            self._cell(reason)[0] += 1
+            self.cell(reason)[0] += 1
         if WATCHING.listeners:
             tell(*self._name, reason)
 
@@ -61,9 +61,10 @@ class Counter:
         try:
             return function(*args, **kwargs)
         finally:
-            self._cell(reason)[1] += time.perf_counter() - start
+            self.cell(reason)[1] += time.perf_counter() - start
 
-    def _cell(self, reason: str) -> list[float]:
+    def cell(self, reason: str) -> list[float]:
+        """Where the calls of one reason are counted: [calls, seconds]."""
         with _lock:
             cell = _cells.setdefault((*self._name, reason), [0, 0.0])
         self._mine[reason] = cell

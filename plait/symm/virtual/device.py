@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from plait.backends.commands import Call, Copy, Launch, Program, Signal, StreamWait
-from plait.symm.virtual.interpreter import make_binder
-from plait.symm.virtual.lang_proxy import Rewrite, constexpr_names
+from plait.backends.cpu.builder import make_binder
+from plait.backends.cpu.lang_proxy import Rewrite, constexpr_names
 from plait.symm.virtual.observe import Block, Item, Observer, Site
 from plait.symm.virtual.streams import BlockActor, Event, Record, Stream, Wait, Work
 

@@ -11,18 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from plait.backends.cpu.site import Site
+
 ItemKind = Literal["launch", "copy", "signal", "call"]
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where in a kernel's source an access happened."""
-
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
 
 
 HOST_SITE = Site("copy engine", 0)

@@ -22,6 +22,8 @@ import triton.language as tl
 from triton.language import core
 from triton.runtime import interpreter as triton_interpreter
 
+from plait.backends.cpu import combine
+
 Rewrite = Callable[[ast.FunctionDef], ast.FunctionDef]
 _LANG_PREFIX = "triton.language"
 
@@ -75,8 +77,8 @@ class Binder:
             "static_range": _python_range,
             "static_assert": _static_assert,
             "static_print": lambda *args, **kwargs: None,
-            "reduce": _reduce,
-            "associative_scan": _scan,
+            "reduce": combine.reduce,
+            "associative_scan": combine.scan,
             "multiple_of": _hint,
             "max_contiguous": _hint,
             "max_constancy": _hint,
@@ -197,35 +199,6 @@ def _hint(value: Any, _values: Any) -> Any:
     return value
 
 
-def _original(combine_fn: Any) -> Any:
-    return combine_fn.kernel if isinstance(combine_fn, VirtualFunction) else combine_fn
-
-
-class _Combine:
-    """Gives Triton's reduce a combine function that compares equal to the original."""
-
-    def __init__(self, virtual: Any) -> None:
-        self.original = _original(virtual)
-        self.fn = virtual
-
-    def __eq__(self, other: object) -> bool:
-        return self.original is other
-
-    def __hash__(self) -> int:
-        return hash(self.original)
-
-
-def _reduce(value: Any, axis: Any, combine_fn: Any, keep_dims: Any = False, **_: Any) -> Any:
-    operation = triton_interpreter.ReduceOps(_plain(axis), _Combine(combine_fn), _plain(keep_dims))
-    return operation.apply(value)
-
-
-def _scan(value: Any, axis: Any, combine_fn: Any, reverse: Any = False, **_: Any) -> Any:
-    return triton_interpreter.ScanOps(_plain(axis), _Combine(combine_fn), _plain(reverse)).apply(
-        value
-    )
-
-
 # --- the methods of tl.tensor, patched once and inert for Triton's compiler
 
 _patch_lock = threading.Lock()
@@ -243,6 +216,14 @@ def install_tensor_methods(semantic: Any) -> None:
             _patch_conversions()
             _default_semantic.append(semantic)
         _default_semantic[0] = semantic
+
+
+def exchange_tensor_methods(semantic: Any) -> Any:
+    """Let those methods use this semantic (None: the first to be installed); returns the last."""
+    before = _default_semantic[0] if _default_semantic else None
+    if semantic is not None and _default_semantic:
+        _default_semantic[0] = semantic
+    return before
 
 
 def _dispatching(member: Callable[..., Any]) -> Callable[..., Any]:
@@ -297,4 +278,11 @@ def _signed_type(dtype: Any, builder: Any) -> Any:
     return getattr(builder, f"get_{getters.get(dtype.name, dtype.name)}_ty")()
 
 
-__all__ = ["Binder", "Rewrite", "constexpr_names", "install_tensor_methods", "is_kernel"]
+__all__ = [
+    "Binder",
+    "Rewrite",
+    "constexpr_names",
+    "exchange_tensor_methods",
+    "install_tensor_methods",
+    "is_kernel",
+]

@@ -1,6 +1,6 @@
-"""The builder under virtual ranks: Triton's interpreter builder with the device's hooks.
+"""The builder under virtual ranks and CPU operators: Triton's interpreter builder with hooks.
 
-It tells the world of every load, store, atomic, barrier and fence; gives meaning to the inline
+It tells the device of every load, store, atomic, barrier and fence; gives meaning to the inline
 assembly that plait's kernels use; and computes bf16 correctly, which Triton's interpreter does not.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from plait.backends.cpu.lang_proxy import Binder, Rewrite, install_tensor_methods
+from plait.backends.cpu.site import Site
 from plait.backends.nvidia.intrinsics import (
     FENCE_PROXY_ASYNC,
     GLOBALTIMER,
@@ -24,11 +26,6 @@ from plait.backends.nvidia.intrinsics import (
     NANOSLEEP,
     SMID,
 )
-from plait.symm.virtual.lang_proxy import Binder, Rewrite, install_tensor_methods
-from plait.symm.virtual.observe import Site
-
-if TYPE_CHECKING:
-    from plait.symm.virtual.device import VirtualDevice
 
 _TORCH_DTYPE = {
     "bf16": torch.bfloat16,
@@ -68,7 +65,7 @@ def _convert(data: np.ndarray, source: Any, target: Any) -> np.ndarray:
 class VirtualBuilder(InterpreterBuilder):
     """`device` is told what the running block does; the running block is `device.block`."""
 
-    def __init__(self, device: VirtualDevice) -> None:
+    def __init__(self, device: Any) -> None:
         super().__init__()
         # The checks of int32 overflow take 40 % of the time, and epochs are meant to wrap.
         self.options = dataclasses.replace(self.options, sanitize_overflow=False)
@@ -271,7 +268,7 @@ def _name(enum: Any) -> str:
     return "sys" if name == "system" else name
 
 
-def make_binder(device: VirtualDevice, rewrite: Rewrite | None) -> Binder:
+def make_binder(device: Any, rewrite: Rewrite | None) -> Binder:
     """The binder of one world; also points `tl.tensor`'s methods at its semantic."""
     semantic = TritonSemantic(VirtualBuilder(device))
     install_tensor_methods(semantic)

@@ -1,0 +1,9 @@
+"""Operators of the norm engine."""
+
+from __future__ import annotations
+
+from plait.ops.aten.spec import OpSpec
+
+SPECS: tuple[OpSpec, ...] = ()
+
+__all__ = ["SPECS"]
