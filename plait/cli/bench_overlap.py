@@ -61,10 +61,13 @@ def _add_command(app: typer.Typer, operator: Any) -> None:
             None, "--json", metavar="FILE", help="Append one JSON object a line."
         ),
         plot: Path | None = typer.Option(None, metavar="FILE", help="Draw times over the bound."),
+        backward: bool = typer.Option(
+            False, "--backward", help="The gradients of x and weight instead (not gemm_ar)."
+        ),
     ) -> None:
         if (shapes is None) == (not sizes) or (sizes and len(sizes) != 3):
             raise typer.BadParameter("give M N K, or --shapes FILE")
-        request = Request(operator, tuple(sizes or ()), shapes, tp, dtype, link)
+        request = Request(operator, tuple(sizes or ()), shapes, tp, dtype, link, backward)
         bench_overlap(request, rounds=iters, json_file=json_file, plot=plot)
 
 
@@ -78,6 +81,7 @@ class Request:
     tp: int = 8
     dtype: str = "bfloat16"
     link: str = "paced:360"
+    backward: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -113,6 +117,10 @@ class Request:
         from plait.cli.shapes import read_shapes
         from plait.model.problem import Problem
 
+        if self.backward:
+            from plait.cli.bench_overlap_backward import check_backward
+
+            check_backward(self.operator)
         itemsize = self.torch_dtype.itemsize
         shapes = [self.sizes] if self.shapes is None else read_shapes(self.shapes)
         problems = [Problem(self.operator, M, N, K, self.tp, itemsize) for M, N, K in shapes]
@@ -176,7 +184,9 @@ def measure(request: Request, problem: Problem, lab: Lab, rounds: int) -> Result
     try:
         case = make_case(request, problem, group)
         held = lab.info.num_sms - group.executor.num_sms
-        base = Result(problem, request.dtype, request.link, sms_held=held)
+        base = Result(
+            problem, request.dtype, request.link, sms_held=held, backward=request.backward
+        )
         wrong = _anywhere(request, case.check())
         if wrong:
             return replace(base, wrong=wrong)
@@ -184,13 +194,18 @@ def measure(request: Request, problem: Problem, lab: Lab, rounds: int) -> Result
         times = _slowest(request, lab.times(contestants, rounds))
         group.synchronize()
         timed = replace(base, times=times, config=case.config, auto_impl=case.auto_impl)
-        return replace(timed, prediction=greedy(request, timed))
+        # The model knows one product a call.
+        return timed if request.backward else replace(timed, prediction=greedy(request, timed))
     finally:
         group.close()
 
 
 def make_case(request: Request, problem: Problem, group: Group) -> Any:
     """The operands and contestants of one problem."""
+    if request.backward:
+        from plait.cli.bench_overlap_backward import BackwardCase
+
+        return BackwardCase(problem, request.torch_dtype, group, request.emulated)
     from plait.cli.bench_overlap_cases import Case
 
     return Case(problem, request.torch_dtype, group, request.emulated)
@@ -301,7 +316,8 @@ def _title(request: Request, lab: Lab) -> str:
     texts = ", ".join(f"{name} {text}" for name, text in versions().items())
     today = datetime.now(timezone.utc).date().isoformat()
     return (
-        f"{request.operator}, {lab.info.name}, {request.dtype}, TP{request.tp}, {request.link} "
+        f"{request.operator}{', backward' if request.backward else ''}, {lab.info.name}, "
+        f"{request.dtype}, TP{request.tp}, {request.link} "
         f"({peers}), {today}, {texts}"
     )
 
@@ -311,7 +327,8 @@ def _notes(request: Request, results: Sequence[Result], clocks: str) -> str:
     parts = [f"clocks under load: {clocks or 'unknown'}"]
     if request.emulated:
         parts.append(f"the link is a model; its pacer holds {held} SM")
-    parts.append("greedy: the model's schedule at the measured product's rate")
+    if not request.backward:
+        parts.append("greedy: the model's schedule at the measured product's rate")
     return "; ".join(parts)
 
 

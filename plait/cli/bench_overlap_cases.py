@@ -62,6 +62,12 @@ class Case:
         self.slots = normal(self.group.world_size, share, N)
         self.own = torch.empty_like(self.slots[0])
 
+    def normal(self, *shape: int) -> torch.Tensor:
+        """More random normal numbers."""
+        seed = _SEED + self.group.world_size + self.group.rank
+        generator = torch.Generator(self.group.device).manual_seed(seed)
+        return torch.randn(*shape, dtype=self.dtype, device=self.group.device, generator=generator)
+
     @property
     def one_shot(self) -> bool:
         """Whether GEMM+AR takes one hop."""
@@ -91,13 +97,7 @@ class Case:
         """By name: plain products, communication alone, one after the other, and overlapped."""
         import plait
 
-        weight, unfused = self.weight.t(), self._unfused
-
-        def torch_gemm() -> None:
-            torch.matmul(self.gathered, weight, out=self.product)
-
-        def plait_gemm() -> object:
-            return plait.matmul(self.gathered, self.weight, out=self.product, impl="fused")
+        unfused = self._unfused
 
         def auto() -> None:
             self.overlapped("auto")
@@ -105,13 +105,24 @@ class Case:
             self.auto_impl = record.impl if record else ""
 
         return {
-            "torch_gemm": torch_gemm,
-            "plait_gemm": plait_gemm,
+            "torch_gemm": self.torch_gemm,
+            "plait_gemm": self.plait_gemm,
             "communication": self.communicate,
-            "unfused": lambda: unfused(torch_gemm),
+            "unfused": lambda: unfused(self.torch_gemm),
+            "plait_unfused": lambda: self.overlapped("unfused"),
             "fused": lambda: self.overlapped("fused"),
             "auto": auto,
         }
+
+    def torch_gemm(self) -> None:
+        """The rank's product by the library."""
+        torch.matmul(self.gathered, self.weight.t(), out=self.product)
+
+    def plait_gemm(self) -> None:
+        """The rank's product by plait."""
+        import plait
+
+        plait.matmul(self.gathered, self.weight, out=self.product, impl="fused")
 
     def _unfused(self, gemm: Callable[[], None]) -> None:
         """Communication, then the library's product; or product, communication, sum."""
@@ -129,7 +140,7 @@ class Case:
         if self.emulated:
             executor: Any = self.group.executor
             with executor.communication_only():
-                self.overlapped("fused")
+                self.transfer()
             return
         import torch.distributed as dist
 
@@ -139,6 +150,10 @@ class Case:
             dist.reduce_scatter_tensor(self.own, self.product)
         else:
             dist.all_gather_into_tensor(self.gathered, self.x)
+
+    def transfer(self) -> None:
+        """The fused call, of which only the transfers run."""
+        self.overlapped("fused")
 
     # --- what ran
     @property
@@ -176,7 +191,7 @@ class Case:
             fill_regions(self.group, self.dtype)
         if self.problem.operator == "ag_gemm":
             out, gathered = self.overlapped("fused", return_gathered=True)
-            wrong = self._check_gathered(gathered)
+            wrong = self._check_gathered(gathered, self.x)
             pieces = [(out, gathered), (self.overlapped("fused"), gathered)]
             for result, source in pieces:
                 wrong = wrong or self._compare(result, source, None, None)
@@ -185,14 +200,14 @@ class Case:
         self.group.synchronize()
         return self._check_sums(out) if self.emulated else self._check_real_sums(out)
 
-    def _check_gathered(self, gathered: torch.Tensor) -> str:
+    def _check_gathered(self, gathered: torch.Tensor, x: torch.Tensor) -> str:
         if not self.emulated:
-            parts = self.group.exchange_tensor("bench reference", self.x)
+            parts = self.group.exchange_tensor("bench reference", x)
             same = torch.equal(gathered, torch.cat(parts))
             return "" if same else "the gathered x is not what the ranks sent"
         first = sum(self.problem.rows_per_rank[: self.group.rank])
-        own = gathered[first : first + self.x.shape[0]]
-        if not torch.equal(own, self.x):
+        own = gathered[first : first + x.shape[0]]
+        if not torch.equal(own, x):
             return "the own rows of the gathered x differ"
         return "" if bool(gathered.isfinite().all()) else "the gathered x is not finite"
 

@@ -16,7 +16,7 @@ from plait.model.problem import Problem
 from plait.runtime.timing import Timing
 
 GEMMS = ("torch_gemm", "plait_gemm")
-TIMES = (*GEMMS, "communication", "unfused", "fused", "auto")
+TIMES = (*GEMMS, "communication", "unfused", "plait_unfused", "fused", "auto")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Result:
     config: Mapping[str, int] = field(default_factory=dict)
     auto_impl: str = ""
     sms_held: int = 0
+    backward: bool = False
 
     def us(self, name: str) -> float:
         """Median of a contestant."""
@@ -64,6 +65,7 @@ def row(result: Result, facts: Mapping[str, Any]) -> dict[str, Any]:
     problem = result.problem
     line: dict[str, Any] = {
         "benchmark": problem.operator,
+        "pass": "backward" if result.backward else "forward",
         "M": problem.M,
         "N": problem.N,
         "K": problem.K,
@@ -80,8 +82,9 @@ def row(result: Result, facts: Mapping[str, Any]) -> dict[str, Any]:
     if not result.wrong:
         line["gemm"] = result.gemm
         line |= {key: _number(value) for key, value in result.metrics().items()}
-        line["auto_impl"] = result.auto_impl
-        line["auto_speedup"] = _number(result.metrics("auto")["speedup"])
+        if "auto" in result.times:
+            line["auto_impl"] = result.auto_impl
+            line["auto_speedup"] = _number(result.metrics("auto")["speedup"])
     if result.prediction is not None:
         line["greedy"] = {
             "overlapped_us": result.prediction.overlapped_us,

@@ -56,8 +56,14 @@ def _sum_segments_kernel(
     WORLD_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     OP: tl.constexpr,
+    bias_ptr=None,
+    stride_bias=1,
+    num_cols=1,
+    HAS_BIAS: tl.constexpr = False,
 ):
     """out = sum over ranks in rank order, in fp32, rounded once; closes the region.
+
+    HAS_BIAS: bias [num_cols] is added once to each row of num_cols elements.
 
     own [num_elements] is this rank's part, slots [world_size, slot_elements] this rank's region,
     which peers fill (own slot unused), out [num_elements]; all flat and contiguous. A tile waits
@@ -94,6 +100,9 @@ def _sum_segments_kernel(
                 total = part  # not 0 + part: that would lose the sign of a zero
             else:
                 total += part
+        if HAS_BIAS:
+            cols = (offs % num_cols).to(tl.int64)
+            total += tl.load(bias_ptr + cols * stride_bias, mask=mask, other=0.0).to(tl.float32)
         total = tl.where(alive, total, float("nan"))
         tl.store(out_ptr + offs, total.to(out_ptr.dtype.element_ty), mask=mask)
     finish(ctx_ptr, epoch)

@@ -97,44 +97,65 @@ def push_tensors(
     commands: list[Step] = [StreamWait("comm", on="main")]
     for step in range(1, group.world_size):
         peer = (group.rank + step) % group.world_size
-        rows = sends[peer]
-        row_bytes = rows.shape[1] * rows.element_size()
-        slot = group.rank * padded_rows(slot_rows) * row_bytes
-        for chunk, first, count in chunks.pieces(rows.shape[0]):
-            piece = rows[first : first + count]
-            there = region.data(peer, slot + first * row_bytes, tuple(piece.shape), piece.dtype)
-            word = region.word(peer, signals.READY + group.rank * chunks.num + chunk)
-            commands += [Copy(there, piece), Signal(word, region.mirror)]
+        commands += push_to(region, peer, sends[peer], slot_rows, chunks)
     own = sends[group.rank]
-    commands.append(_arrivals(region, tuple(receives), own.shape[1], own.dtype, slot_rows, chunks))
+    commands.append(
+        pushed_arrivals(region, tuple(receives), own.shape[1], own.dtype, slot_rows, chunks)
+    )
     return commands
 
 
-def _arrivals(
+def push_to(
+    region: Region, peer: int, rows: torch.Tensor, slot_rows: int, chunks: Chunks
+) -> list[Step]:
+    """Send `rows` [rows, features] into this rank's slot of `peer`'s region, chunk by chunk."""
+    commands: list[Step] = []
+    row_bytes = rows.shape[1] * rows.element_size()
+    slot = region.rank * padded_rows(slot_rows) * row_bytes
+    for chunk, first, count in chunks.pieces(rows.shape[0]):
+        piece = rows[first : first + count]
+        there = region.data(peer, slot + first * row_bytes, tuple(piece.shape), piece.dtype)
+        word = region.word(peer, signals.READY + region.rank * chunks.num + chunk)
+        commands += [Copy(there, piece), Signal(word, region.mirror)]
+    return commands
+
+
+def pushed_arrivals(
     region: Region,
     receives: tuple[int, ...],
     features: int,
     dtype: torch.dtype,
     slot_rows: int,
     chunks: Chunks,
+    sends: tuple[int, ...] | None = None,
 ) -> Arrivals:
-    """The counterpart of `push_tensors`: at its step s, what rank-s sends comes in here."""
+    """The counterpart of pushes: at step s, what rank-s sends comes in here.
+
+    All of it is there to be sent when the call opens, or, with `sends` (the rows that go to each
+    rank), when this rank has sent the same share of what it sends at that step.
+    """
     rank, world_size = region.rank, len(receives)
     row_bytes = features * dtype.itemsize
 
     def build() -> list[Arrival]:
         arrivals: list[Arrival] = []
         for step in range(1, world_size):
-            peer = (rank - step) % world_size
+            peer, receiver = (rank - step) % world_size, (rank + step) % world_size
             slot = peer * padded_rows(slot_rows) * row_bytes
-            for chunk, first, count in chunks.pieces(receives[peer]):
+            incoming = chunks.pieces(receives[peer])
+            sent = [] if sends is None else chunks.pieces(sends[receiver])
+            for index, (chunk, first, count) in enumerate(incoming):
                 place = (slot + first * row_bytes, (count, features), dtype)
                 word = region.word(rank, signals.READY + peer * chunks.num + chunk)
                 dst, src = region.data(rank, *place), region.data(peer, *place)
-                arrivals.append(Arrival(peer, word, count * row_bytes, dst, src))
+                after = None
+                if sent:
+                    mirrored = sent[index * len(sent) // len(incoming)][0]
+                    after = region.word(receiver, signals.READY + rank * chunks.num + mirrored)
+                arrivals.append(Arrival(peer, word, count * row_bytes, dst, src, after))
         return arrivals
 
-    key = ("push", region.index, receives, row_bytes, slot_rows, chunks)
+    key = ("push", region.index, receives, row_bytes, slot_rows, chunks, sends)
     return Arrivals(region.ctx, region.mirror, key, build)
 
 
@@ -192,5 +213,7 @@ __all__ = [
     "open_region",
     "push_rows",
     "push_tensors",
+    "push_to",
+    "pushed_arrivals",
     "slice_rows",
 ]

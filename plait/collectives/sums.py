@@ -66,12 +66,37 @@ def plan_sum(
     operator: signals.Operator,
 ) -> Program:
     """The program of one slice: `sends[p]` [rows_p, 1] for each rank, `out` [rows_rank, 1]."""
-    from plait.collectives.kernels import _sum_segments_kernel
-
     own = sends[group.rank]
     chunks = Chunks.of(segments.max_rows, own.element_size(), group.device)
     slots = gathered_view(region, segments, 1, own.dtype)
-    num_elements = out.shape[0]
+    summing = sum_slots(group, region, own, slots, out, chunks.num, chunks.rows, operator)
+    program = Program(operator.name.lower(), members=group.members)
+    program.add(open_region(region, summing.grid, operator))
+    receives = [out.shape[0]] * group.world_size
+    program.add(*push_tensors(group, region, sends, receives, segments.max_rows, chunks))
+    program.add(summing)
+    return program.add(StreamWait("main", on="comm"))
+
+
+def sum_slots(
+    group: Group,
+    region: Region,
+    own: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+    num_chunks: int,
+    chunk_elements: int,
+    operator: signals.Operator,
+    bias: torch.Tensor | None = None,
+) -> Launch:
+    """out = own + what peers push into `slots` [world_size, ...], plus bias once; the last launch.
+
+    `own` and `out` are contiguous with as many elements; a slot may be longer. With a bias their
+    last dim is its length. Chunks of `chunk_elements` of each slot arrive in order.
+    """
+    from plait.collectives.kernels import _sum_segments_kernel
+
+    num_elements = out.numel()
     block = block_elements(num_elements, group.executor.num_sms)
     grid = max(1, min(group.executor.num_sms, -(-num_elements // block)))
     args = {
@@ -80,19 +105,21 @@ def plan_sum(
         "slots_ptr": slots,
         "out_ptr": out,
         "num_elements": num_elements,
-        "slot_elements": slots.shape[1],
-        "num_chunks": chunks.num,
-        "chunk_elements": chunks.rows,
+        "slot_elements": slots[0].numel(),
+        "num_chunks": num_chunks,
+        "chunk_elements": chunk_elements,
         "WORLD_SIZE": group.world_size,
         "BLOCK": block,
         "OP": int(operator),
     }
-    program = Program(operator.name.lower(), members=group.members)
-    program.add(open_region(region, grid, operator))
-    receives = [num_elements] * group.world_size
-    program.add(*push_tensors(group, region, sends, receives, segments.max_rows, chunks))
-    program.add(Launch(_sum_segments_kernel, grid, args, num_warps=max(4, min(16, block // 512))))
-    return program.add(StreamWait("main", on="comm"))
+    if bias is not None:
+        args |= {
+            "bias_ptr": bias,
+            "stride_bias": bias.stride(0),
+            "num_cols": bias.shape[0],
+            "HAS_BIAS": True,
+        }
+    return Launch(_sum_segments_kernel, grid, args, num_warps=max(4, min(16, block // 512)))
 
 
 def block_elements(num_elements: int, num_sms: int) -> int:
@@ -104,4 +131,4 @@ def block_elements(num_elements: int, num_sms: int) -> int:
     return block
 
 
-__all__ = ["SUM_DTYPES", "block_elements", "plan_sum", "sum_over_ranks"]
+__all__ = ["SUM_DTYPES", "block_elements", "plan_sum", "sum_over_ranks", "sum_slots"]

@@ -66,8 +66,9 @@ def choose(
         problem: the call. link: what the ranks send through.
         rates: the GPU; None, where nobody measured it, is fused unless measurements say otherwise.
         measured: table entries, in any order. One for this call decides; otherwise the nearest
-            ones of smaller and larger M (at most a factor of 2 away) if they agree. Of entries for
-            the same M the one with the nearest link counts.
+            ones of smaller and larger M (at most a factor of 2 away), between whose times those
+            of this call are supposed to lie, in proportion to M. Of entries for the same M the
+            one with the nearest link counts.
         plan: the fused kernel's tiles and chunks; None supposes the best.
         algorithm: the fused kernel's, of gemm_ar; None supposes the faster one.
         fixed: what a call costs beyond the model; None: what `rates` says.
@@ -88,22 +89,29 @@ def choose(
     fused_us = predicted.overlapped_us + fixed.fused_us
     # In turn, the faster algorithm runs: one hop for few rows, two otherwise.
     unfused_us = predict(problem, link, rates, plan=plan).unfused_us + fixed.unfused_us
-    impl: Literal["fused", "unfused"] = "fused" if fused_us <= unfused_us else "unfused"
-    return Choice(impl, f"predicted {_times(fused_us, unfused_us)}", fused_us, unfused_us)
+    reason = f"predicted {_times(fused_us, unfused_us)}"
+    return Choice(_impl(fused_us, unfused_us), reason, fused_us, unfused_us)
 
 
 def _from_table(problem: Problem, entries: dict[int, Measurement]) -> Choice | None:
-    """By the entries of each M, if there are any near enough that agree."""
+    """By the entry of this M, or by those around it if they are near enough."""
     M = problem.M
     below = max((each for each in entries if M / _NEAR <= each <= M), default=None)
     above = min((each for each in entries if M <= each <= M * _NEAR), default=None)
-    if below is None or above is None or _impl(entries[below]) != _impl(entries[above]):
+    if below is None or above is None:
         return None
-    entry = entries[below]
+    first, last = entries[below], entries[above]
     if below == M:
-        times = (entry.fused_us, entry.unfused_us)
-        return Choice(_impl(entry), f"measured {_times(*times)}", *times)
-    return Choice(_impl(entry), f"measured at M={below} and M={above}")
+        times = (first.fused_us, first.unfused_us)
+        return Choice(_impl(*times), f"measured {_times(*times)}", *times)
+    if _impl(first.fused_us, first.unfused_us) == _impl(last.fused_us, last.unfused_us):
+        impl = _impl(first.fused_us, first.unfused_us)
+        return Choice(impl, f"measured at M={below} and M={above}")
+    share = (M - below) / (above - below)
+    fused_us = first.fused_us + share * (last.fused_us - first.fused_us)
+    unfused_us = first.unfused_us + share * (last.unfused_us - first.unfused_us)
+    reason = f"between M={below} and M={above}: {_times(fused_us, unfused_us)}"
+    return Choice(_impl(fused_us, unfused_us), reason, fused_us, unfused_us)
 
 
 def _times(fused_us: float, unfused_us: float) -> str:
@@ -112,8 +120,8 @@ def _times(fused_us: float, unfused_us: float) -> str:
     return f"{fused} fused, {unfused} unfused"
 
 
-def _impl(entry: Measurement) -> Literal["fused", "unfused"]:
-    return "fused" if entry.fused_us <= entry.unfused_us else "unfused"
+def _impl(fused_us: float, unfused_us: float) -> Literal["fused", "unfused"]:
+    return "fused" if fused_us <= unfused_us else "unfused"
 
 
 __all__ = ["Choice", "Measurement", "choose"]

@@ -27,7 +27,7 @@ class CudaExecutor(Executor):
     def __init__(self, device: torch.device, *, own_main: bool = False) -> None:
         self.device = device
         self.index = torch.cuda.current_device() if device.index is None else device.index
-        self._streams = {"comm": torch.cuda.Stream(device)}
+        self._streams = {"comm": _own_stream(device)}
         self._main = torch.cuda.Stream(device) if own_main else None
         self._captured: dict[int, object] = {}
 
@@ -54,7 +54,7 @@ class CudaExecutor(Executor):
         if name == "main":
             return torch.cuda.current_stream(self.device)
         if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream(self.device)
+            self._streams[name] = _own_stream(self.device)
         return self._streams[name]
 
     def current_raw_stream(self) -> int:
@@ -130,6 +130,16 @@ class CudaExecutor(Executor):
         torch.cuda.current_stream(self.device).synchronize()
         for stream in self._streams.values():
             stream.synchronize()
+
+
+def _own_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that is not the caller's `main`.
+
+    torch hands out the same 32 streams of a priority in turn, also to callers and for graph
+    capture: one of those could be ours as well, and what must run beside `main` would wait behind
+    it. Callers rarely ask for the high priority.
+    """
+    return torch.cuda.Stream(device, priority=-1)
 
 
 _executors: dict[torch.device, CudaExecutor] = {}

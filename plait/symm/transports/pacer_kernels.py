@@ -64,18 +64,26 @@ def _send(table_ptr, num_entries, booked, sent, epoch, now, BLOCK: tl.constexpr)
     """Set the words of the booked entries whose time has come; returns how many.
 
     Relaxed: the pacer wrote nothing that a waiter reads, and a release would cost a round 1 us.
+    Each thread reads the clock for itself, so an entry may be due while an earlier one is not yet:
+    only those before the first that is not are sent, and counted.
     """
-    index = sent + tl.arange(0, BLOCK)
+    offs = tl.arange(0, BLOCK)
+    index = sent + offs
     mask = index < booked
     release = tl.load(table_ptr + 3 * num_entries + index, mask=mask, other=0, volatile=True)
     due = mask & (release <= now)
-    target = tl.load(table_ptr + num_entries + index, mask=due, other=0)
-    due_words = due & (target != 0)
+    count = tl.min(tl.where(due, BLOCK, offs), 0)
+    taken = offs < count
+    target = tl.load(table_ptr + num_entries + index, mask=taken, other=0)
     values = tl.zeros((BLOCK,), tl.int32) + epoch
     tl.atomic_xchg(
-        target.to(tl.pointer_type(tl.int32)), values, mask=due_words, sem="relaxed", scope="sys"
+        target.to(tl.pointer_type(tl.int32)),
+        values,
+        mask=taken & (target != 0),
+        sem="relaxed",
+        scope="sys",
     )
-    return tl.sum(due.to(tl.int32), 0)
+    return count
 
 
 @triton.jit(do_not_specialize=["num_entries", "latency"])

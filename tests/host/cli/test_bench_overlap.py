@@ -13,6 +13,7 @@ import torch
 import plait
 from plait.cli import bench_overlap, bench_overlap_cases
 from plait.cli.bench_overlap import Request
+from plait.cli.bench_overlap_backward import BackwardCase, mirrored
 from plait.cli.bench_overlap_cases import Case
 from plait.cli.bench_overlap_report import TIMES, Result, config_text, row
 from plait.cli.main import main
@@ -25,7 +26,7 @@ from plait.runtime.timing import Timing
 from tests.host.cli.bench_fakes import GPU
 from tests.tiny.tree import ROOT
 
-US = dict(zip(TIMES, (102.0, 100.0, 40.0, 145.0, 110.0, 120.0), strict=True))
+US = dict(zip(TIMES, (102.0, 100.0, 40.0, 145.0, 150.0, 110.0, 120.0), strict=True))
 PROBLEM = Problem("ag_gemm", 4096, 49152, 12288, 8)
 
 
@@ -126,6 +127,7 @@ def test_the_model_sees_the_same_link(text, expected):
         ("bench ag_gemm 64 64 64 --link paced", 1, "paced:360"),
         ("bench ag_gemm --shapes nowhere.txt", 1, "nowhere.txt"),
         ("bench ag_gemm 63 64 64 --link real", 1, "M: expected a multiple of 8"),
+        ("bench gemm_ar 64 64 64 --backward", 1, "expected ag_gemm or gemm_rs, got gemm_ar"),
     ],
 )
 def test_mistakes(command, status, text, gpu, capsys):
@@ -167,6 +169,7 @@ def test_a_row_holds_the_metrics():
     assert line["speedup"] == pytest.approx(145 / 110)
     assert line["auto_speedup"] == pytest.approx(145 / 120)
     assert line["auto_impl"] == "unfused"
+    assert (line["pass"], line["plait_unfused_us"]) == ("forward", 150.0)
     assert 0 < line["fused_spread"] < 0.02
     assert line["gpu"] == "none"
     assert line["wrong"] is None
@@ -223,6 +226,18 @@ def test_the_command_reports(gpu, tmp_path, capsys):
     out = capsys.readouterr().out
     for text in ("4096 49152 12288", "1.100", "75%", "128x256x64", "pacer holds 1 SM", "1980 MHz"):
         assert text in out
+
+
+def test_the_backward_pass_is_reported_as_such(gpu, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    command = "bench gemm_rs 4096 12288 49152 --backward"
+    assert main([*command.split(), "--json", str(path)]) == 0
+    line = json.loads(path.read_text())
+    assert (line["benchmark"], line["pass"]) == ("gemm_rs", "backward")
+    assert "greedy" not in line  # the model has no such pass
+    out = capsys.readouterr().out
+    assert "gemm_rs, backward" in out
+    assert "greedy:" not in out
 
 
 def test_many_shapes_have_means_and_a_plot(gpu, tmp_path, capsys):
@@ -291,6 +306,72 @@ def test_what_lies_in_the_slots_is_what_was_summed(problem, monkeypatch):
     # The peers are real here, so the regions stay as they left them.
     monkeypatch.setattr(bench_overlap_cases, "fill_regions", lambda group, dtype: None)
     assert checked(problem, emulated=True) == [""] * problem.world_size
+
+
+def backward_of(problem: Problem, group, impl: str, change=None):
+    """A rank's backward case and its wrong text; the last call was of `impl`."""
+    case = BackwardCase(problem, torch.float32, group, False)
+    if change is not None:
+        change(case)
+    wrong = case.check()
+    return case, case.overlapped(impl), wrong
+
+
+@pytest.mark.parametrize("problem", SMALL[:4], ids=str)
+def test_the_backward_case_gives_the_gradients_of_autograd(problem):
+    def rank(group):
+        case, grad_x, wrong = backward_of(problem, group, "fused")
+        assert wrong == ""
+        x, grad = case.saved.requires_grad_(), case.x
+        weight = case.weight.t().contiguous().requires_grad_()
+        sizes = list(problem.rows_per_rank)
+        call = plait.ag_gemm if problem.operator == "ag_gemm" else plait.gemm_rs
+        out = call(x, weight, group=group, rows_per_rank=sizes, impl="fused")
+        expected = torch.autograd.grad(out, (x, weight), grad)
+        return grad_x, case.weight_gradient, *expected
+
+    for grad_x, grad_weight, expected_x, expected_weight in plait.run_virtual(rank, 2):
+        assert torch.equal(grad_x, expected_x)
+        assert torch.equal(grad_weight, expected_weight)
+
+
+@pytest.mark.parametrize("problem", SMALL[:4], ids=str)
+def test_the_backward_of_both_implementations_is_the_same(problem):
+    def rank(group):
+        fused = backward_of(problem, group, "fused")
+        unfused = backward_of(problem, group, "unfused")
+        return fused, unfused
+
+    for (case, grad_x, _), (other, other_x, _) in plait.run_virtual(rank, 2):
+        torch.testing.assert_close(grad_x, other_x)
+        torch.testing.assert_close(case.weight_gradient, other.weight_gradient)
+        # The plain products have the shapes of what they stand for.
+        case.torch_gemm()
+        assert case.product_for_weight.shape == case.weight_gradient.shape
+
+
+def test_a_wrong_gather_beside_the_reduce_scatter_is_found():
+    def change(case):
+        right = case.overlapped
+
+        def wrong(impl, return_gathered=False):
+            result = right(impl, return_gathered)
+            if return_gathered:
+                result[1][-1] += 1
+            return result
+
+        case.overlapped = wrong
+
+    found = plait.run_virtual(lambda group: backward_of(SMALL[0], group, "fused", change)[2], 2)
+    assert all("gathered" in text for text in found), found
+
+
+def test_a_backward_pass_has_the_other_operators_product():
+    other = mirrored(PROBLEM)
+    assert (other.operator, other.M, other.N, other.K) == ("gemm_rs", 4096, 12288, 49152)
+    assert other.flops == PROBLEM.flops
+    with pytest.raises(ArgumentError, match="--backward"):
+        mirrored(Problem("gemm_ar", 64, 64, 64, 2))
 
 
 @pytest.mark.parametrize("emulated", [False, True])

@@ -44,6 +44,11 @@ def test_a_line_becomes_an_entry():
     assert (entry.config, entry.date) == ({"block_m": 16}, "2026-11-30")
 
 
+def test_unfused_is_what_auto_would_run():
+    assert entry_of({**ROW, "plait_unfused_us": 9.5, "pass": "forward"}).baseline_us == 9.5
+    assert entry_of({**ROW, "plait_unfused_us": None}).baseline_us == 8.0
+
+
 def test_the_command_writes_the_users_table(tmp_path: Path, capsys):
     slower, other = {**ROW, "fused_us": 9.0}, {**ROW, "M": 1, "link": "pcie"}
     path = file(tmp_path, ROW, other)
@@ -63,6 +68,7 @@ def test_the_command_writes_the_users_table(tmp_path: Path, capsys):
         ({"fused_us": None}, "not timed"),
         ({"link": "real"}, "nobody knows the speed"),
         ({"link": "paced:160+traffic"}, "background traffic"),
+        ({"pass": "backward"}, "a backward pass"),
         ({}, ""),
     ],
 )

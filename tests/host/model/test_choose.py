@@ -94,8 +94,15 @@ def test_two_near_measurements_decide_together():
     slower = [entry(8192, 9.0, 8.0), entry(4096, 9.0, 8.0), entry(64, 1.0, 8.0)]
     found = choose(gpt3(5000), LINK, H200, measured=slower)
     assert (found.impl, found.reason) == ("unfused", "measured at M=4096 and M=8192")
-    mixed = [entry(4096, 7.0, 8.0), entry(8192, 9.0, 8.0)]
-    assert choose(gpt3(5000), LINK, H200, measured=mixed).reason.startswith("predicted")
+
+
+def test_between_measurements_that_disagree_times_are_interpolated():
+    mixed = [entry(4096, 7.0, 8.0), entry(8192, 11.0, 8.0)]
+    found = choose(gpt3(4608), LINK, None, measured=mixed)
+    assert (found.fused_us, found.unfused_us) == (7.5, 8.0)
+    assert found.reason == "between M=4096 and M=8192: 7.5 us fused, 8.0 us unfused"
+    assert choose(gpt3(5120), LINK, H200, measured=mixed).impl == "fused"  # as long
+    assert choose(gpt3(5248), LINK, H200, measured=mixed).impl == "unfused"
 
 
 @pytest.mark.parametrize(
