@@ -65,6 +65,17 @@ class Driver:
             lane = self._lanes[raw] = Lane(raw, self._bindings.CUstream(raw))
         return lane
 
+    def new_stream(self, device_index: int) -> int:
+        """The handle of a new stream that does not wait for the default stream; never destroyed."""
+        self.enter_thread(device_index)
+        cu = self._bindings
+        error, _, greatest = cu.cuCtxGetStreamPriorityRange()
+        self.raise_for(error, "cuCtxGetStreamPriorityRange")
+        flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
+        error, stream = cu.cuStreamCreateWithPriority(int(flags), greatest)
+        self.raise_for(error, "cuStreamCreateWithPriority")
+        return int(stream)
+
     def reaches(self, tensor: torch.Tensor) -> bool:
         """Whether copies by address run on a stream: not from host memory that is not pinned."""
         return tensor.device.type != "cpu" or tensor.is_pinned()

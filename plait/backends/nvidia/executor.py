@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -27,7 +28,7 @@ class CudaExecutor(Executor):
     def __init__(self, device: torch.device, *, own_main: bool = False) -> None:
         self.device = device
         self.index = torch.cuda.current_device() if device.index is None else device.index
-        self._streams = {"comm": _own_stream(device)}
+        self._streams = {"comm": _own_stream(self)}
         self._main = torch.cuda.Stream(device) if own_main else None
         self._captured: dict[int, object] = {}
 
@@ -54,7 +55,7 @@ class CudaExecutor(Executor):
         if name == "main":
             return torch.cuda.current_stream(self.device)
         if name not in self._streams:
-            self._streams[name] = _own_stream(self.device)
+            self._streams[name] = _own_stream(self)
         return self._streams[name]
 
     def current_raw_stream(self) -> int:
@@ -132,14 +133,32 @@ class CudaExecutor(Executor):
             stream.synchronize()
 
 
-def _own_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that is not the caller's `main`.
+# Streams of executors that are gone, by device: memory may still be marked as used by them, so
+# they are never destroyed but serve the next executor.
+_idle_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
+
+
+def _own_stream(executor: CudaExecutor) -> torch.cuda.Stream:
+    """A stream that no caller can have.
 
     torch hands out the same 32 streams of a priority in turn, also to callers and for graph
     capture: one of those could be ours as well, and what must run beside `main` would wait behind
-    it. Callers rarely ask for the high priority.
+    it. The driver makes new ones; without its bindings the high priority, for which callers rarely
+    ask, has to do.
     """
-    return torch.cuda.Stream(device, priority=-1)
+    device = executor.device
+    idle = _idle_streams.setdefault(device, [])
+    if idle:
+        stream = idle.pop()
+    else:
+        driver = find_driver()
+        with torch.cuda.device(device):
+            if driver is None:
+                stream = torch.cuda.Stream(device, priority=-1)
+            else:
+                stream = torch.cuda.ExternalStream(driver.new_stream(executor.index), device)
+    weakref.finalize(executor, idle.append, stream).atexit = False
+    return stream
 
 
 _executors: dict[torch.device, CudaExecutor] = {}

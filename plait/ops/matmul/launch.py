@@ -62,13 +62,15 @@ def plan_matmul(
     scaling: Scaling | None = None,
     addend: torch.Tensor | None = None,
     fast_accum: bool = False,
+    chained: bool = False,
 ) -> Program:
     """One persistent launch that writes `out`, and `pre` where it is not empty; with splits two.
 
     `weights` holds one tensor or, for a gate, two; `biases` and `pre` are empty or as long. The
     tensors of `pre` share their strides. x [M, K] or [B, M, K], weight and out alike; `addend`
     like out is added before the activation. `config.desc` needs `descriptors_allowed(...)`.
-    `fast_accum`: fp8 sums stay in the tensor core's short accumulator.
+    `fast_accum`: fp8 sums stay in the tensor core's short accumulator. `chained`: an early launch
+    that follows may start as soon as all blocks of this one have.
     """
     from plait.ops.matmul.gemm_kernels import _matmul_kernel
 
@@ -121,7 +123,7 @@ def plan_matmul(
         "OUT_DESC": out_desc,
         "FLATTEN": config.flatten,
         "PRECISION": precision or dot_precision(x.dtype),
-        "EARLY": config.desc and split_tiles > 0,
+        "EARLY": chained or (config.desc and split_tiles > 0),
         "FP8_STEP": _fp8_step(x, out, fast_accum, config),
     }
     if out_desc:

@@ -17,6 +17,7 @@ from plait.overlap import register as _register  # noqa: F401 - forward and back
 from plait.overlap.ag_gemm.run import forward
 from plait.overlap.common.direct import needs_grad, nobody_listens
 from plait.overlap.common.gradients import as_list, check_main_grads, weight_gradient
+from plait.overlap.common.quantized import check_call, default_out_dtype
 from plait.symm.group import Group
 
 
@@ -33,24 +34,34 @@ def ag_gemm(
     out_dtype: torch.dtype | None = None,
     main_grad: torch.Tensor | Sequence[torch.Tensor] | None = None,
     impl: str = "auto",
+    x_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | Sequence[torch.Tensor] | None = None,
 ) -> Any:
-    """activation(all_gather(x, gather_dim) @ weight^T + bias).
+    """activation(scale * (all_gather(x, gather_dim) @ weight^T) + bias).
 
     Args:
-        x: this rank's shard [..., K], fp32, bf16 or fp16, any strides; [M_r, K] as a rule.
+        x: this rank's shard [..., K], any strides, [M_r, K] as a rule; fp32, bf16, fp16, or, with
+            scales and without gradients, float8_e4m3fn, float8_e5m2, int8.
         weight: [N, K] (any strides; a transposed [K, N] is read in place), or a list of weights
             that share the gather and give a list of results. "swiglu" and "geglu" take two,
-            [gate, up].
-        bias: [N], or a list as long as the weights.
+            [gate, up]. Dtype of x, or any fp8 with fp8.
+        bias: [N], or a list as long as the weights; dtype of x (fp8, int8: fp32 or out_dtype).
         group: the ranks; each has its own N.
         gather_dim: dim of x that the ranks share. The last dim (K) runs unfused.
         rows_per_rank: every rank's size along gather_dim where they differ (0 allowed).
         activation: "gelu" (erf), "gelu_tanh", "silu", "relu", "swiglu", "geglu" or None.
-        return_gathered: also return the gathered x.
-        out_dtype: fp32, bf16 or fp16; default the dtype of x.
+        return_gathered: also return the gathered x (of fp8 and int8 the values, not the scales).
+        out_dtype: fp32, bf16 or fp16; default the dtype of x, bf16 for fp8 and scaled int8. int8
+            without scales gives exactly int32, unfused.
         main_grad: fp32 tensor(s) like the weight(s); the weight gradient is added there and
             weight.grad stays None.
-        impl: "fused", "unfused", "reference", or "auto"; `plait.last_run()` says what ran.
+        impl: "fused", "unfused", "reference", or "auto"; `plait.last_run()` says what ran. A gate
+            of fp8 or int8 runs unfused.
+        x_scale: fp32 scales of this rank's shard, of one kind on all ranks: one number, or one a
+            row [..., M_r], or one a row and 128 of K [..., M_r, ceil(K / 128)]. They are gathered
+            along, ahead of the rows. Values are x times scale.
+        weight_scale: fp32, one number, or [N], or, with the last kind of x_scale, [ceil(N / 128),
+            ceil(K / 128)]. A list for a list of weights.
 
     Returns:
         [..., N] with the sum of all shards along gather_dim; a list for several weights without a
@@ -66,6 +77,8 @@ def ag_gemm(
     check_min_ndim("x", x, 2, "[..., K]")
     weights, biases = as_list("weight", weight), as_list("bias", bias)
     main_grads = as_list("main_grad", main_grad)
+    weight_scales = as_list("weight_scale", weight_scale)
+    check_call(x, x_scale, weight_scales, (*weights, *biases))
     for argument, tensors in (("x", [x]), ("weight", weights), ("bias", biases)):
         for tensor in tensors:
             if tensor.is_meta:  # for which the operator would only infer shapes
@@ -78,7 +91,7 @@ def ag_gemm(
         normalize_dim("gather_dim", gather_dim, x.dim()),
         list(rows_per_rank or []),
         name,
-        out_dtype or x.dtype,
+        out_dtype or default_out_dtype(x, x_scale),
         impl,
         return_gathered,
         len(weights),
@@ -89,7 +102,7 @@ def ag_gemm(
         results = _AgGemm.apply(options, *tensors)
     else:
         # Less host time, and `torch.compile` counts arguments of a variadic forward wrongly here.
-        results = _run(options, x, weights, biases, False)
+        results = _run(options, x, weights, biases, False, x_scale, weight_scales)
     outs = list(results[:-1]) if return_gathered else list(results)
     single = name in GATES or isinstance(weight, torch.Tensor)
     out = outs[0] if single else outs
@@ -127,12 +140,15 @@ def _run(
     weights: list[torch.Tensor],
     biases: list[torch.Tensor],
     save_pre: bool,
+    x_scale: torch.Tensor | None = None,
+    weight_scales: Sequence[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
-    direct = nobody_listens((x, *weights, *biases))
+    direct = nobody_listens((x, *weights, *biases, x_scale, *weight_scales))
     operator = forward if direct else torch.ops.plait.ag_gemm
     return operator(
         x, weights, biases, options.group, options.gather_dim, options.rows, options.activation,
-        options.out_dtype, options.impl, options.return_gathered, save_pre,
+        options.out_dtype, options.impl, options.return_gathered, save_pre, x_scale,
+        list(weight_scales),
     )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ from plait.backends.nvidia.intrinsics import (
     grid_wait,
 )
 from plait.ops.matmul.epilogue_kernels import finish_tile
-from plait.ops.matmul.kernels import accumulate_tile, accumulate_tile_pair
+from plait.ops.matmul.kernels import accumulate_tile_pair
+from plait.overlap.common.product_kernels import product_tile
 from plait.overlap.common.rows import whole_rows
 from plait.overlap.common.trace_kernels import record, record_tile
 from plait.schedules.lang import segmented_tile
@@ -89,6 +90,17 @@ def _ag_gemm_kernel(
     LEADS: tl.constexpr,
     trace_ptr=None,
     TRACE: tl.constexpr = False,
+    x_scale_ptr=None,
+    gathered_scale_ptr=None,
+    w_scale_ptr=None,
+    scale_slot=1,
+    stride_xsm=1,
+    stride_xsk=1,
+    stride_wsn=1,
+    stride_wsk=1,
+    SCALES: tl.constexpr = "none",
+    INTEGER: tl.constexpr = False,
+    FP8_STEP: tl.constexpr = 0,
 ):
     """out = epilogue(all_gather(x) @ w^T), own rows first, then rank-1's, rank-2's, ...
 
@@ -107,6 +119,11 @@ def _ag_gemm_kernel(
 
     TRACE: trace_ptr has a row for each tile (see trace_kernels), stamped after its wait, K and
     store; not with FLATTEN, which mixes the tiles.
+
+    SCALES, INTEGER, FP8_STEP: as in `product_tile`, of one weight. x_scale is that of the own rows,
+    gathered_scale those of all ranks, which came ahead of the chunks: of row r of rank s it is
+    s * scale_slot + (s * segment_rows + r) * stride_xsm from its start, where scale_slot is 0, or
+    stride_xsm is: then each rank has one scale.
 
     Example: world 2, rank 1, one tile a segment: tile 0 multiplies x without waiting, tile 1 waits
     for READY + 0 and multiplies gathered[0].
@@ -137,6 +154,7 @@ def _ag_gemm_kernel(
         # One tile loop for both sources: with two, Triton gives each its own pipeline of tiles, and
         # their shared memory together is more than an SM has.
         a, base, stride_am, stride_ak = x, 0, stride_xm, stride_xk
+        x_scale = x_scale_ptr
         if segment != rank:
             chunk = (tl.minimum(row + BLOCK_M, num_rows) - 1) // chunk_rows
             word = segment * num_chunks + chunk
@@ -145,6 +163,8 @@ def _ag_gemm_kernel(
                 fence_proxy_async()
                 waited = word
             a, base, stride_am, stride_ak = gathered, segment * segment_rows, K, 1
+            if SCALES != "none":
+                x_scale = gathered_scale_ptr + segment * scale_slot
         record(trace_ptr, index, 1, TRACE)
         if NUM_WEIGHTS == 2:
             acc, up = accumulate_tile_pair(
@@ -153,10 +173,11 @@ def _ag_gemm_kernel(
                 BLOCK_M, BLOCK_N, BLOCK_K, DESC, B_KN, PRECISION,
             )  # fmt: skip
         else:
-            acc = accumulate_tile(
-                acc, a, w0, base + row, base + rows, rows_ok, col, N, K,
+            acc = product_tile(
+                a, w0, x_scale, w_scale_ptr, base + row, base + rows, rows_ok, col, N, K,
                 stride_am, stride_ak, stride_w0n, stride_w0k,
-                BLOCK_M, BLOCK_N, BLOCK_K, DESC, B_KN, PRECISION,
+                stride_xsm, stride_xsk, stride_wsn, stride_wsk,
+                BLOCK_M, BLOCK_N, BLOCK_K, DESC, B_KN, PRECISION, SCALES, INTEGER, FP8_STEP,
             )  # fmt: skip
         record(trace_ptr, index, 2, TRACE)
         acc = tl.where(alive, acc, float("nan"))

@@ -29,6 +29,8 @@ from plait.ops.matmul.operands import (
 from plait.overlap.ag_gemm.configs import choose_config
 from plait.overlap.common.operands import Weights, block_args
 from plait.overlap.common.plans import run_program
+from plait.overlap.common.quantized import product_args
+from plait.overlap.common.row_scales import RowScales, gathered_scales, push_scaled_rows
 from plait.overlap.common.tail import cut_last_wave
 from plait.overlap.common.trace import Awaits, is_tracing, trace_args
 from plait.schedules.partition import num_segmented_tiles
@@ -49,18 +51,26 @@ def run_ag_gemm(
     pres: list[torch.Tensor],
     activation: str,
     gathered_out: torch.Tensor | None,
+    scales: RowScales | None = None,
 ) -> None:
-    """Fill `outs` (and `pres`, `gathered_out`), all [M, features]; `x` is [rows, K], contiguous."""
+    """Fill `outs` (and `pres`, `gathered_out`), all [M, features]; `x` is [rows, K], contiguous.
+
+    `scales`: of the rows of x where the weights have theirs.
+    """
     row_bytes = x.shape[1] * x.element_size()
-    limit = slice_rows(segments, row_bytes, group.workspace.capacity_bytes)
     call = f"ag_gemm M={segments.rows} K={x.shape[1]} {x.dtype} first={segments.first}"
+    if scales is not None:
+        row_bytes += scales.row_bytes
+        call += f" scales={scales.columns} shared={scales.shared}"
+    limit = slice_rows(segments, row_bytes, group.workspace.capacity_bytes)
     for part in segments.slices(limit):
         region = group.take_region(gather_bytes(part, row_bytes), call)
         first = part.first[group.rank]
-        rows = x[first : first + part.rows[group.rank]]
+        count = part.rows[group.rank]
         program = plan_ag_gemm(
-            group, region, rows, weights, part, outs, pres, activation, gathered_out
-        )
+            group, region, x[first : first + count], weights, part, outs, pres, activation,
+            gathered_out, None if scales is None else scales.rows(first, count),
+        )  # fmt: skip
         run_program(group, program, call)
 
 
@@ -74,6 +84,7 @@ def plan_ag_gemm(
     pres: list[torch.Tensor],
     activation: str,
     gathered_out: torch.Tensor | None,
+    scales: RowScales | None = None,
 ) -> Program:
     """The program of one slice.
 
@@ -81,7 +92,10 @@ def plan_ag_gemm(
     weight has a kernel of its own, all on one gather, and the last one closes the region."""
     chunks = Chunks.of(segments.max_rows, x.shape[1] * x.element_size(), group.device)
     jobs = weights.jobs(activation)
-    configs = [choose_config(segments, job, x, group.device) for job in jobs]
+    configs = [
+        choose_config(segments, job, x, group.device, out.dtype)
+        for job, out in zip(jobs, outs, strict=True)
+    ]
     launches: list[Launch] = []
     arrivals = 1
     for index, (job, config) in enumerate(zip(jobs, configs, strict=True)):
@@ -90,12 +104,15 @@ def plan_ag_gemm(
         job_pres = pres[index : index + job.count] if pres else []
         launches += _launches(
             group, region, x, job, segments, chunks, config, outs[index], job_pres, activation,
-            wait_all=last, finish=closes,
+            wait_all=last, finish=closes, scales=scales,
         )  # fmt: skip
         arrivals = sum(each.grid for each in launches if each.args["FINISH"]) if closes else 1
     program = Program("ag_gemm", members=group.members)
     program.add(open_region(region, arrivals, _OPERATOR))
-    program.add(*push_rows(group, region, x, segments, chunks))
+    if scales is None:
+        program.add(*push_rows(group, region, x, segments, chunks))
+    else:
+        program.add(*push_scaled_rows(group, region, x, scales, segments, chunks))
     program.add(*launches, StreamWait("main", on="comm"))
     if gathered_out is not None:
         program.add(*collect_rows(group, region, x, segments, gathered_out), close_region(region))
@@ -116,6 +133,7 @@ def _launches(
     *,
     wait_all: bool,
     finish: bool,
+    scales: RowScales | None,
 ) -> list[Launch]:
     """One launch of the kernel, or two: whole waves of tiles, and the last one in smaller tiles."""
     from plait.overlap.ag_gemm.kernels import _ag_gemm_kernel
@@ -150,7 +168,10 @@ def _launches(
         "OP": int(_OPERATOR),
         "OUT_DESC": stored_whole,
         "FLATTEN": config.flatten and not is_tracing(),
+        **product_args(x, job, out.dtype, config),
     }
+    if scales is not None:
+        args |= _scale_args(region, segments, x, scales)
     parts = cut_last_wave(num_tiles, slots, config.block_n)
     launches = []
     for part in parts:
@@ -181,6 +202,19 @@ def _launches(
             Launch(_ag_gemm_kernel, grid, own, tile.num_warps, tile.num_stages, early=early)
         )
     return launches
+
+
+def _scale_args(
+    region: Region, segments: Segments, x: torch.Tensor, scales: RowScales
+) -> dict[str, Any]:
+    """Where the kernel finds the scales of own and of gathered rows, beyond `product_args`."""
+    gathered = gathered_scales(region, segments, x.shape[1] * x.element_size(), scales)
+    return {
+        "x_scale_ptr": scales.values,
+        "gathered_scale_ptr": gathered,
+        "scale_slot": gathered.shape[1] if scales.shared else 0,
+        "stride_xsm": 0 if scales.shared else scales.columns,
+    }
 
 
 def _awaits(

@@ -17,7 +17,8 @@ _library = torch.library.Library("plait", "FRAGMENT")
 _library.define(
     "ag_gemm(Tensor x, Tensor[] weights, Tensor[] biases, str group, int gather_dim, "
     "SymInt[] rows_per_rank, str activation, ScalarType out_dtype, str impl, "
-    "bool return_gathered, bool save_pre) -> Tensor[]"
+    "bool return_gathered, bool save_pre, Tensor? x_scale=None, Tensor[]? weight_scales=None) "
+    "-> Tensor[]"
 )
 
 
@@ -33,13 +34,14 @@ def _ag_gemm(
     impl: str,
     return_gathered: bool,
     save_pre: bool,
+    x_scale: torch.Tensor | None = None,
+    weight_scales: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     from plait.overlap.ag_gemm.run import forward
 
     return forward(
         x, list(weights), list(biases), group, gather_dim, list(rows_per_rank), activation,
-        out_dtype, impl,
-        return_gathered, save_pre,
+        out_dtype, impl, return_gathered, save_pre, x_scale, list(weight_scales or []),
     )  # fmt: skip
 
 
@@ -70,6 +72,8 @@ def _ag_gemm_fake(
     impl: str,
     return_gathered: bool,
     save_pre: bool,
+    x_scale: torch.Tensor | None = None,
+    weight_scales: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
     shape = _gathered_shape(x, group, gather_dim, rows_per_rank)
     shapes = [[*shape[:-1], weight.shape[0]] for weight in weights]

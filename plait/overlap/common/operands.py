@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from plait.ops.matmul.configs import Config
+from plait.ops.matmul.launch import Scaling
 from plait.ops.matmul.operands import descriptor_allowed, weight_operand, weights_are_kn
 
 GATED = ("swiglu", "geglu")
@@ -15,10 +16,14 @@ GATED = ("swiglu", "geglu")
 
 @dataclass(frozen=True)
 class Weights:
-    """One or several weights [N_i, K] (any strides) with their biases [N_i], all or none."""
+    """One or several weights [N_i, K] (any strides) with their biases [N_i], all or none.
+
+    `scalings`: of fp8 and int8 operands one for each weight, whose scales of x are flat.
+    """
 
     weights: tuple[torch.Tensor, ...]
     biases: tuple[torch.Tensor, ...] = ()
+    scalings: tuple[Scaling, ...] = ()
 
     @property
     def count(self) -> int:
@@ -34,7 +39,23 @@ class Weights:
         """What each kernel computes: both weights of a gated activation, or one weight."""
         if activation in GATED:
             return [self]
-        return [Weights((w,), self.biases[i : i + 1]) for i, w in enumerate(self.weights)]
+        return [
+            Weights((w,), self.biases[i : i + 1], self.scalings[i : i + 1])
+            for i, w in enumerate(self.weights)
+        ]
+
+    @property
+    def by_blocks(self) -> bool:
+        """Whether scales are those of blocks, so that one step of K is one block."""
+        return any(scaling.kind == "blocks" for scaling in self.scalings)
+
+    def of_rows(self, first: int, count: int) -> Weights:
+        """The same for `count` rows of x from `first` on: only scales of single rows differ."""
+        scalings = tuple(
+            each if each.x.numel() == 1 else replace(each, x=each.x[first : first + count])
+            for each in self.scalings
+        )
+        return replace(self, scalings=scalings)
 
     def descriptors_allowed(self) -> bool:
         """Whether tensor descriptors can read every weight as it lies in memory."""

@@ -8,6 +8,8 @@ import torch
 
 from plait.checks import check_device, check_dtype_in, check_one_of, check_same_dtype, check_shape
 from plait.errors import ArgumentError, ShapeError
+from plait.ops.matmul.operands import FP8_DTYPES
+from plait.ops.matmul.product import QUANTIZED_DTYPES
 from plait.ops.matmul.reference import ACTIVATIONS, GATES
 from plait.symm.group import Group, check_belongs
 
@@ -27,9 +29,14 @@ def check_operands(
     """Raise for operands that do not fit each other or the group."""
     check_one_of("impl", impl, IMPLS)
     check_one_of("activation", activation, (*ACTIVATIONS, *GATES))
-    allowed = _dtypes(impl)
-    check_dtype_in("x", x.dtype, allowed)
-    check_dtype_in("out_dtype", out_dtype, allowed)
+    floats = _dtypes(impl)
+    check_dtype_in("x", x.dtype, (*floats, *QUANTIZED_DTYPES))
+    exact = (torch.int32,) if x.dtype is torch.int8 else ()
+    check_dtype_in("out_dtype", out_dtype, (*floats, *exact))
+    if out_dtype is torch.int32 and (biases or activation != "none"):
+        what = "bias" if biases else "activation"
+        remedy = "Pass x_scale and weight_scale for a scaled result, or leave it out."
+        raise ArgumentError(what, "None for an int32 result", "one", remedy)
     if not weights:
         raise ArgumentError(
             "weight", "a tensor or a non-empty list of tensors", "no weight", "Pass at least one."
@@ -51,7 +58,7 @@ def check_operands(
     for argument, tensors in (("x", [x]), ("weight", weights), ("bias", biases)):
         for tensor in tensors:
             check_device(argument, tensor, group.device, f"group {group.name!r}")
-            check_same_dtype(argument, tensor, "x", x)
+            _check_dtype(argument, tensor, x, out_dtype)
             check_belongs(argument, tensor, group)
     for weight in weights:
         if weight.dim() != 2:
@@ -66,6 +73,18 @@ def check_operands(
         )  # fmt: skip
     for bias, weight in zip(biases, weights, strict=False):
         check_shape("bias", bias, (weight.shape[0],), "N of its weight", "Pass a vector.")
+
+
+def _check_dtype(
+    argument: str, tensor: torch.Tensor, x: torch.Tensor, out_dtype: torch.dtype
+) -> None:
+    """The dtype of x; a weight of fp8 may be any fp8, and a bias is then fp32 or as the result."""
+    if argument == "bias" and x.dtype in QUANTIZED_DTYPES:
+        check_dtype_in(argument, tensor.dtype, tuple(dict.fromkeys((torch.float32, out_dtype))))
+    elif argument == "weight" and x.dtype in FP8_DTYPES:
+        check_dtype_in(argument, tensor.dtype, FP8_DTYPES)
+    else:
+        check_same_dtype(argument, tensor, "x", x)
 
 
 def check_reduce_dtype(reduce_dtype: torch.dtype, impl: str) -> None:

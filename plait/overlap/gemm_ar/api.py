@@ -10,6 +10,11 @@ from plait.checks import check_min_ndim, check_one_of, check_tensor
 from plait.overlap import register as _register  # noqa: F401 - forward and backward call these
 from plait.overlap.common.direct import needs_grad, nobody_listens
 from plait.overlap.common.gradients import as_list, check_main_grads, weight_gradient
+from plait.overlap.common.quantized import (
+    check_call,
+    default_out_dtype,
+    default_reduce_dtype,
+)
 from plait.overlap.gemm_ar.run import forward
 from plait.symm.group import Group
 
@@ -26,16 +31,20 @@ def gemm_ar(
     replicated_grad: bool = False,
     algorithm: str = "auto",
     impl: str = "auto",
+    x_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """sum over ranks(x @ weight^T) + bias, the same bits on every rank.
 
     Args:
-        x: [..., K] with this rank's K, fp32, bf16 or fp16, any strides; as many rows everywhere.
+        x: [..., K] with this rank's K, any strides, as many rows everywhere; fp32, bf16, fp16, or,
+            with scales and without gradients, float8_e4m3fn, float8_e5m2, int8.
         weight: [N, K], any strides; N is the same on every rank.
         bias: [N], the same on every rank, added once.
         group: the ranks.
-        reduce_dtype: dtype in which partial sums travel: fp32, bf16 or fp16, default that of x.
-        out_dtype: fp32, bf16 or fp16; default the dtype of x.
+        reduce_dtype: dtype in which partial sums travel: fp32, bf16 or fp16, default that of x,
+            bf16 for fp8 and int8, whose scales are applied before.
+        out_dtype: fp32, bf16 or fp16; default the dtype of x, bf16 for fp8 and int8.
         main_grad: fp32 tensor like weight; the weight gradient is added there and weight.grad
             stays None.
         replicated_grad: the ranks go on with the result identically, so that each already has
@@ -44,6 +53,10 @@ def gemm_ar(
         algorithm: "one_shot" (every rank sums all; few rows), "two_shot" (owners sum and send)
             or "auto".
         impl: "fused", "unfused", "reference", or "auto"; `plait.last_run()` says what ran.
+        x_scale: fp32 scales of this rank's x: one number, or one a row [..., M], or one a row and
+            128 of K [..., M, ceil(K / 128)]. Values are x times scale. They stay here.
+        weight_scale: fp32, one number, or [N], or, with the last kind of x_scale, [ceil(N / 128),
+            ceil(K / 128)].
 
     Returns:
         [..., N] on every rank. Partial sums are rounded to reduce_dtype, added in fp32 in rank
@@ -58,13 +71,15 @@ def gemm_ar(
     check_min_ndim("x", x, 2, "[..., K]")
     main_grads = as_list("main_grad", main_grad)
     check_main_grads(main_grads, [weight])
+    check_call(x, x_scale, [] if weight_scale is None else [weight_scale], (weight, bias))
     check_one_of("algorithm", algorithm, ("auto", "one_shot", "two_shot"))
     arguments = (
-        x, weight, bias, group.name, reduce_dtype or x.dtype, out_dtype or x.dtype, algorithm, impl,
+        x, weight, bias, group.name, reduce_dtype or default_reduce_dtype(x),
+        out_dtype or default_out_dtype(x, x_scale), algorithm, impl,
     )  # fmt: skip
     if needs_grad((x, weight, bias)):
         return _GemmAr.apply(*arguments, replicated_grad, main_grads)
-    return _run(*arguments)
+    return _run(*arguments, x_scale, weight_scale)
 
 
 def _run(
@@ -76,9 +91,14 @@ def _run(
     out_dtype: torch.dtype,
     algorithm: str,
     impl: str,
+    x_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    operator = forward if nobody_listens((x, weight, bias)) else torch.ops.plait.gemm_ar
-    return operator(x, weight, bias, group, reduce_dtype, out_dtype, algorithm, impl)
+    direct = nobody_listens((x, weight, bias, x_scale, weight_scale))
+    operator = forward if direct else torch.ops.plait.gemm_ar
+    return operator(
+        x, weight, bias, group, reduce_dtype, out_dtype, algorithm, impl, x_scale, weight_scale
+    )
 
 
 class _GemmAr(torch.autograd.Function):

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from plait.ops.matmul.epilogue_kernels import add_bias
-from plait.ops.matmul.kernels import accumulate_tile
+from plait.overlap.common.product_kernels import product_tile
 from plait.overlap.common.slots import (
     load_rows,
     result_ptr,
@@ -53,10 +53,20 @@ def _gemm_ar_one_shot_kernel(
     WORLD_SIZE: tl.constexpr,
     trace_ptr=None,
     TRACE: tl.constexpr = False,
+    x_scale_ptr=None,
+    w_scale_ptr=None,
+    stride_xsm=1,
+    stride_xsk=1,
+    stride_wsn=1,
+    stride_wsk=1,
+    SCALES: tl.constexpr = "none",
+    INTEGER: tl.constexpr = False,
+    FP8_STEP: tl.constexpr = 0,
 ):
     """Every rank sends every tile to every peer and sums all slots itself: one hop, for few rows.
 
-    Each region holds [world_size, M, N]. All tiles are sent before the first is waited for.
+    Each region holds [world_size, M, N]. All tiles are sent before the first is waited for. SCALES,
+    INTEGER, FP8_STEP: as in `product_tile`.
 
     TRACE: trace_ptr has two rows for each tile (see trace_kernels): row t of tile t is stamped
     after K and after the sends, row num_tiles + t after the wait and after the sum.
@@ -72,10 +82,12 @@ def _gemm_ar_one_shot_kernel(
         col = pid_n * BLOCK_N
         rows = row + tl.arange(0, BLOCK_M)
         record_tile(trace_ptr, tile, rank, tile, TRACE)
-        acc = accumulate_tile(
-            tl.zeros((BLOCK_M, BLOCK_N), tl.float32), x, w, row, rows, rows < M, col, N, K,
+        acc = product_tile(
+            x, w, x_scale_ptr, w_scale_ptr,
+            row, rows, rows < M, col, N, K,
             stride_xm, stride_xk, stride_wn, stride_wk,
-            BLOCK_M, BLOCK_N, BLOCK_K, DESC, B_KN, PRECISION,
+            stride_xsm, stride_xsk, stride_wsn, stride_wsk,
+            BLOCK_M, BLOCK_N, BLOCK_K, DESC, B_KN, PRECISION, SCALES, INTEGER, FP8_STEP,
         )  # fmt: skip
         record(trace_ptr, tile, 1, TRACE)
         for step in range(world_size):
@@ -136,6 +148,15 @@ def _gemm_ar_two_shot_kernel(
     WORLD_SIZE: tl.constexpr,
     trace_ptr=None,
     TRACE: tl.constexpr = False,
+    x_scale_ptr=None,
+    w_scale_ptr=None,
+    stride_xsm=1,
+    stride_xsk=1,
+    stride_wsn=1,
+    stride_wsk=1,
+    SCALES: tl.constexpr = "none",
+    INTEGER: tl.constexpr = False,
+    FP8_STEP: tl.constexpr = 0,
 ):
     """Tiles go to the owner of their rows, which sums them and sends the sum to everyone.
 
@@ -144,6 +165,7 @@ def _gemm_ar_two_shot_kernel(
     READY + sender * words_per_rank + tile, sums READY + (world_size + owner) * words_per_rank +
     tile.
     A block sends all its partial tiles before it waits, and all its sums before it collects.
+    SCALES, INTEGER, FP8_STEP: as in `product_tile`.
 
     TRACE: trace_ptr has two rows for each tile (see trace_kernels): the first ones are stamped as
     in GEMM+RS, row num_tiles + t after the wait for the sum and after the tile is collected.
@@ -164,11 +186,12 @@ def _gemm_ar_two_shot_kernel(
         first_row = tl.load(table_ptr + 2 * world_size + segment)
         word = pid_m * num_n + pid_n
         record_tile(trace_ptr, tile, segment, word, TRACE)
-        acc = accumulate_tile(
-            tl.zeros((BLOCK_M, BLOCK_N), tl.float32), x, w,
+        acc = product_tile(
+            x, w, x_scale_ptr, w_scale_ptr,
             first_row + row, first_row + rows, rows < num_rows, col, N, K,
             stride_xm, stride_xk, stride_wn, stride_wk,
-            BLOCK_M, BLOCK_N, BLOCK_K, DESC, B_KN, PRECISION,
+            stride_xsm, stride_xsk, stride_wsn, stride_wsk,
+            BLOCK_M, BLOCK_N, BLOCK_K, DESC, B_KN, PRECISION, SCALES, INTEGER, FP8_STEP,
         )  # fmt: skip
         record(trace_ptr, tile, 1, TRACE)
         store_slot(

@@ -19,6 +19,7 @@ from plait.overlap.common.operands import (
     triton_dtype,
 )
 from plait.overlap.common.plans import run_program
+from plait.overlap.common.quantized import product_args
 from plait.overlap.common.tile_config import (
     few_rows_config,
     launch_limits,
@@ -63,7 +64,8 @@ def run_gemm_ar(
         rows, part = x[first : first + limit], out[first : first + limit]
         nbytes = _region_bytes(group, rows.shape[0], weight, out, reduce_dtype, algorithm)
         region = group.take_region(nbytes, call)
-        program = plan_gemm_ar(group, region, rows, weight, part, reduce_dtype, algorithm)
+        here = weight.of_rows(first, rows.shape[0])
+        program = plan_gemm_ar(group, region, rows, here, part, reduce_dtype, algorithm)
         run_program(group, program, f"{call} first={first}")
 
 
@@ -146,6 +148,7 @@ def _common_args(
         "PRECISION": dot_precision(x.dtype),
         "OP": int(_OPERATOR),
         **block_args(config),
+        **product_args(x, weight, reduce_dtype, config),
     }
 
 
@@ -170,8 +173,9 @@ def _config(group: Group, x: torch.Tensor, weight: Weights, algorithm: Algorithm
     num_rows = x.shape[0]
     if algorithm == "one_shot":
         return few_rows_config(
-            num_rows, weight.num_cols, x.shape[1], x.dtype, descriptors, group.device
-        )
+            num_rows, weight.num_cols, x.shape[1], x.dtype, descriptors, group.device,
+            weight.by_blocks,
+        )  # fmt: skip
     return segment_config(
         _segments(group, num_rows).max_rows,
         num_rows,
@@ -181,6 +185,7 @@ def _config(group: Group, x: torch.Tensor, weight: Weights, algorithm: Algorithm
         descriptors,
         group.device,
         max_block_n=128,  # wider tiles spill registers beside the sums
+        by_blocks=weight.by_blocks,
     )
 
 

@@ -7,7 +7,8 @@ import torch
 _library = torch.library.Library("plait", "FRAGMENT")
 _library.define(
     "gemm_ar(Tensor x, Tensor weight, Tensor? bias, str group, ScalarType reduce_dtype, "
-    "ScalarType out_dtype, str algorithm, str impl) -> Tensor"
+    "ScalarType out_dtype, str algorithm, str impl, Tensor? x_scale=None, "
+    "Tensor? weight_scale=None) -> Tensor"
 )
 
 
@@ -20,10 +21,14 @@ def _gemm_ar(
     out_dtype: torch.dtype,
     algorithm: str,
     impl: str,
+    x_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     from plait.overlap.gemm_ar.run import forward
 
-    return forward(x, weight, bias, group, reduce_dtype, out_dtype, algorithm, impl)
+    return forward(
+        x, weight, bias, group, reduce_dtype, out_dtype, algorithm, impl, x_scale, weight_scale
+    )
 
 
 for _key in ("CPU", "CUDA"):
@@ -40,6 +45,8 @@ def _gemm_ar_fake(
     out_dtype: torch.dtype,
     algorithm: str,
     impl: str,
+    x_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return x.new_empty([*x.shape[:-1], weight.shape[0]], dtype=out_dtype)
 

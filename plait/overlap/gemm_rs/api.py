@@ -14,6 +14,11 @@ from plait.checks import check_min_ndim, check_tensor, normalize_dim
 from plait.overlap import register as _register  # noqa: F401 - forward and backward call these
 from plait.overlap.common.direct import needs_grad, nobody_listens
 from plait.overlap.common.gradients import as_list, check_main_grads, weight_gradient
+from plait.overlap.common.quantized import (
+    check_call,
+    default_out_dtype,
+    default_reduce_dtype,
+)
 from plait.overlap.gemm_rs.run import forward
 from plait.symm.group import Group
 
@@ -30,22 +35,30 @@ def gemm_rs(
     out_dtype: torch.dtype | None = None,
     main_grad: torch.Tensor | None = None,
     impl: str = "auto",
+    x_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """This rank's share along scatter_dim of sum over ranks(x @ weight^T), plus bias once.
 
     Args:
-        x: [..., K] with this rank's K, fp32, bf16 or fp16, any strides; [M, K] as a rule.
+        x: [..., K] with this rank's K, any strides, [M, K] as a rule; fp32, bf16, fp16, or, with
+            scales and without gradients, float8_e4m3fn, float8_e5m2, int8.
         weight: [N, K], any strides; N is the same on every rank.
         bias: [N], added once, to the own rows after the sum; where N is shared out, the bias of the
             own columns. Its gradient is that of the own rows.
         group: the ranks.
         scatter_dim: dim of the result that is shared out. The last dim (N) runs unfused.
         rows_per_rank: every rank's size along scatter_dim (0 allowed); default equal shares.
-        reduce_dtype: dtype in which partial sums travel: fp32, bf16 or fp16, default that of x.
-        out_dtype: fp32, bf16 or fp16; default the dtype of x.
+        reduce_dtype: dtype in which partial sums travel: fp32, bf16 or fp16, default that of x,
+            bf16 for fp8 and int8, whose scales are applied before.
+        out_dtype: fp32, bf16 or fp16; default the dtype of x, bf16 for fp8 and int8.
         main_grad: fp32 tensor like weight; the weight gradient is added there and weight.grad
             stays None.
         impl: "fused", "unfused", "reference", or "auto"; `plait.last_run()` says what ran.
+        x_scale: fp32 scales of this rank's x: one number, or one a row [..., M], or one a row and
+            128 of K [..., M, ceil(K / 128)]. Values are x times scale. They stay here.
+        weight_scale: fp32, one number, or [N], or, with the last kind of x_scale, [ceil(N / 128),
+            ceil(K / 128)].
 
     Returns:
         [..., N] with this rank's size along scatter_dim. Partial sums are rounded to reduce_dtype,
@@ -63,14 +76,15 @@ def gemm_rs(
     check_min_ndim("x", x, 2, "[..., K]")
     main_grads = as_list("main_grad", main_grad)
     check_main_grads(main_grads, [weight])
+    check_call(x, x_scale, [] if weight_scale is None else [weight_scale], (weight, bias))
     dim = normalize_dim("scatter_dim", scatter_dim, x.dim())
     arguments = (
-        x, weight, bias, group.name, dim, list(rows_per_rank or []), reduce_dtype or x.dtype,
-        out_dtype or x.dtype, impl,
+        x, weight, bias, group.name, dim, list(rows_per_rank or []),
+        reduce_dtype or default_reduce_dtype(x), out_dtype or default_out_dtype(x, x_scale), impl,
     )  # fmt: skip
     if needs_grad((x, weight, bias)):
         return _GemmRs.apply(*arguments, main_grads)
-    return _run(*arguments)
+    return _run(*arguments, x_scale, weight_scale)
 
 
 def _run(
@@ -83,10 +97,14 @@ def _run(
     reduce_dtype: torch.dtype,
     out_dtype: torch.dtype,
     impl: str,
+    x_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    operator = forward if nobody_listens((x, weight, bias)) else torch.ops.plait.gemm_rs
+    direct = nobody_listens((x, weight, bias, x_scale, weight_scale))
+    operator = forward if direct else torch.ops.plait.gemm_rs
     return operator(
-        x, weight, bias, group, scatter_dim, rows, reduce_dtype, out_dtype, impl, None
+        x, weight, bias, group, scatter_dim, rows, reduce_dtype, out_dtype, impl, None, x_scale,
+        weight_scale,
     )[0]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ rank's share of the sum.
 import triton
 import triton.language as tl
 
-from plait.ops.matmul.kernels import accumulate_tile
+from plait.overlap.common.product_kernels import product_tile
 from plait.overlap.common.rows import whole_rows
 from plait.overlap.common.slots import store_slot, store_sums, wait_for_slots
 from plait.overlap.common.trace_kernels import record, record_tile
@@ -49,6 +49,15 @@ def _gemm_rs_kernel(
     WORLD_SIZE: tl.constexpr,
     trace_ptr=None,
     TRACE: tl.constexpr = False,
+    x_scale_ptr=None,
+    w_scale_ptr=None,
+    stride_xsm=1,
+    stride_xsk=1,
+    stride_wsn=1,
+    stride_wsk=1,
+    SCALES: tl.constexpr = "none",
+    INTEGER: tl.constexpr = False,
+    FP8_STEP: tl.constexpr = 0,
 ):
     """out = sum over ranks of (x @ w^T)[own rows] (+ bias), partials in PARTIAL, summed in fp32.
 
@@ -58,6 +67,8 @@ def _gemm_rs_kernel(
     own part goes into the own slot, then all slots are added in rank order, PIECE_N columns at a
     time. Needs no wait before its own rows, so it cannot hold up a peer, as long as all blocks are
     resident.
+
+    SCALES, INTEGER, FP8_STEP: as in `product_tile`; x_scale counts the rows of x.
 
     TRACE: trace_ptr has a row for each tile (see trace_kernels), stamped after K and after its
     partial sums are stored and signalled; of the own rows also after the wait and after the sum.
@@ -85,10 +96,12 @@ def _gemm_rs_kernel(
             + row
         )
         record_tile(trace_ptr, tile, segment, word, TRACE)
-        acc = accumulate_tile(
-            tl.zeros((BLOCK_M, BLOCK_N), tl.float32), x, w, x_row, x_rows, rows < num_rows,
-            col, N, K, stride_xm, stride_xk, stride_wn, stride_wk,
-            BLOCK_M, BLOCK_N, BLOCK_K, DESC, B_KN, PRECISION,
+        acc = product_tile(
+            x, w, x_scale_ptr, w_scale_ptr,
+            x_row, x_rows, rows < num_rows, col, N, K,
+            stride_xm, stride_xk, stride_wn, stride_wk,
+            stride_xsm, stride_xsk, stride_wsn, stride_wsk,
+            BLOCK_M, BLOCK_N, BLOCK_K, DESC, B_KN, PRECISION, SCALES, INTEGER, FP8_STEP,
         )  # fmt: skip
         record(trace_ptr, tile, 1, TRACE)
         store_slot(

@@ -20,6 +20,7 @@ from plait.overlap.common.operands import (
     triton_dtype,
 )
 from plait.overlap.common.plans import run_program
+from plait.overlap.common.quantized import product_args
 from plait.overlap.common.tile_config import (
     piece_columns,
     segment_config,
@@ -117,6 +118,7 @@ def plan_gemm_rs(
         "PRECISION": dot_precision(x.dtype),
         "OP": int(_OPERATOR),
         **block_args(config),
+        **product_args(x, weight, reduce_dtype, config),
     }
     args |= trace_args(group, num_tiles, _STEPS, _awaits(group, args["words_per_rank"]))
     launch = Launch(_gemm_rs_kernel, grid, args, config.num_warps, config.num_stages)
@@ -144,6 +146,7 @@ def _config(group: Group, x: torch.Tensor, weight: Weights, segments: Segments) 
         x.dtype,
         descriptors,
         group.device,
+        by_blocks=weight.by_blocks,
     )
     # One block an SM: two have 128 registers a thread, of which Triton 3.9 spills some.
     return replace(config, blocks_per_sm=1)

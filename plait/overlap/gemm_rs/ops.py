@@ -16,7 +16,7 @@ _library = torch.library.Library("plait", "FRAGMENT")
 _library.define(
     "gemm_rs(Tensor x, Tensor weight, Tensor? bias, str group, int scatter_dim, "
     "SymInt[] rows_per_rank, ScalarType reduce_dtype, ScalarType out_dtype, str impl, "
-    "Tensor? gather) -> Tensor[]"
+    "Tensor? gather, Tensor? x_scale=None, Tensor? weight_scale=None) -> Tensor[]"
 )
 
 
@@ -31,12 +31,14 @@ def _gemm_rs(
     out_dtype: torch.dtype,
     impl: str,
     gather: torch.Tensor | None,
+    x_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     from plait.overlap.gemm_rs.run import forward
 
     return forward(
         x, weight, bias, group, scatter_dim, list(rows_per_rank), reduce_dtype, out_dtype, impl,
-        gather,
+        gather, x_scale, weight_scale,
     )  # fmt: skip
 
 
@@ -56,6 +58,8 @@ def _gemm_rs_fake(
     out_dtype: torch.dtype,
     impl: str,
     gather: torch.Tensor | None,
+    x_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     shape = [*x.shape[:-1], weight.shape[0]]
     shape[scatter_dim] = inferred_share(shape[scatter_dim], group, rows_per_rank)

@@ -12,6 +12,7 @@ from plait.collectives.sizes import scattered_sizes
 from plait.overlap.common import plans
 from plait.overlap.common.chooser import Sizes, choose
 from plait.overlap.common.operands import Weights
+from plait.overlap.common.quantized import check_operand_scales, every_scaling, why_unfused
 from plait.overlap.common.unfused import linear
 from plait.overlap.common.validate import check_operands, check_reduce_dtype
 from plait.overlap.gemm_rs.launch import Gather, run_gemm_rs
@@ -30,26 +31,36 @@ def forward(
     out_dtype: torch.dtype,
     impl: str,
     gather: torch.Tensor | None,
+    x_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """The implementation of `plait::gemm_rs`."""
     group = get_group(group_name)
+    if x_scale is not None:
+        x_scale = x_scale.contiguous()
     key = None
     if plans.available(group):
         key = (
             "gemm_rs", plans.layout(x), plans.layout(weight), plans.layout(bias), scatter_dim,
             tuple(rows_per_rank), reduce_dtype, out_dtype, impl, plans.layout(gather),
-            plans.precision_of(x.dtype),
+            plans.precision_of(x.dtype), plans.layout(x_scale), plans.layout(weight_scale),
         )  # fmt: skip
         plan = plans.find(group, key)
         if plan is not None:
             own = None if gather is None else gather.contiguous()
-            return plan.run(group, _inputs(x.contiguous(), weight, bias, own))
+            return plan.run(
+                group, _inputs(x.contiguous(), weight, bias, own, x_scale, weight_scale)
+            )
     check_min_ndim("x", x, 2, "[..., K]")
     last_dim = scatter_dim == x.dim() - 1
     biases = [] if bias is None or last_dim else [bias]
     check_operands(group, x, [weight], biases, "none", out_dtype, impl)
     check_shape("weight", weight, ("N", x.shape[-1]), "K of x", "Pass weight as [N, K].")
     check_reduce_dtype(reduce_dtype, impl)
+    weight_scales = [] if weight_scale is None else [weight_scale]
+    scalings = check_operand_scales(
+        group, x, [weight], x_scale, weight_scales, out_dtype, summed=True
+    )
     size = weight.shape[0] if last_dim else x.shape[scatter_dim]
     sizes = scattered_sizes(size, group.world_size, rows_per_rank)
     if bias is not None and last_dim:
@@ -60,21 +71,26 @@ def forward(
         "gemm_rs",
         group,
         impl,
-        "scatter_dim is the last dim, which is N" if last_dim else None,
+        "scatter_dim is the last dim, which is N"
+        if last_dim
+        else why_unfused(x, scalings, "none", group.device),
         Sizes(x.shape[:-1].numel(), weight.shape[0], features, x.dtype, reduce_dtype.itemsize),
     )
     if chosen == "fused":
+        weights = Weights((weight,), () if bias is None else (bias,), scalings)
         return _fused(
-            group, x, weight, bias, scatter_dim, sizes, reduce_dtype, out_dtype, gather, key
+            group, x, weights, scatter_dim, sizes, reduce_dtype, out_dtype, gather, x_scale, key
         )
     if chosen == "reference":
         call = "gemm_rs reference"
         xs, weights = group.exchange_tensor(call, x), group.exchange_tensor(call, weight)
         out = gemm_rs_reference(
-            xs, weights, bias, group.rank, sizes, scatter_dim, reduce_dtype, out_dtype
-        )
+            xs, weights, bias, group.rank, sizes, scatter_dim, reduce_dtype, out_dtype,
+            scalings=every_scaling(group, call, x, scalings),
+        )  # fmt: skip
     else:
-        out = _unfused(group, x, weight, bias, scatter_dim, sizes, reduce_dtype, out_dtype)
+        partial = linear(x, weight, scalings=scalings, out_dtype=reduce_dtype).to(reduce_dtype)
+        out = _unfused(group, partial, bias, scatter_dim, sizes, out_dtype)
     return (
         [out] if gather is None else [out, gather_whole(group, gather, scatter_dim, sizes, chosen)]
     )
@@ -82,15 +98,12 @@ def forward(
 
 def _unfused(
     group: Group,
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    partial: torch.Tensor,
     bias: torch.Tensor | None,
     scatter_dim: int,
     sizes: tuple[int, ...],
-    reduce_dtype: torch.dtype,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    partial = linear(x, weight).to(reduce_dtype)
     total = reduce_scatter_partials(group, partial, scatter_dim, sizes, out_dtype=torch.float32)
     if bias is not None:
         total = total + bias.to(torch.float32)
@@ -100,15 +113,16 @@ def _unfused(
 def _fused(
     group: Group,
     x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    weights: Weights,
     scatter_dim: int,
     sizes: tuple[int, ...],
     reduce_dtype: torch.dtype,
     out_dtype: torch.dtype,
     gather: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
     key: plans.Key | None,
 ) -> list[torch.Tensor]:
+    weight, bias = weights.weights[0], next(iter(weights.biases), None)
     shape = [*x.shape[:-1], weight.shape[0]]
     segments = Segments.of(shape, scatter_dim, sizes)
     shape[scatter_dim] = sizes[group.rank]
@@ -132,9 +146,10 @@ def _fused(
         if x.shape[-1]
         else x.new_empty(x.shape[:-1].numel(), 0)
     )
-    weights = Weights((weight,), () if bias is None else (bias,))
+    weight_scale = weights.scalings[0].weight if weights.scalings else None
     named = {"out": out} if whole is None else {"out": out, "whole": whole}
-    inputs = _inputs(flat, weight, bias, None if gathering is None else gathering.x)
+    own = None if gathering is None else gathering.x
+    inputs = _inputs(flat, weight, bias, own, x_scale, weight_scale)
     with plans.recording(group, key, "gemm_rs, planned", inputs, named):
         run_gemm_rs(
             group, flat, weights, segments, out.view(-1, out.shape[-1]), reduce_dtype, gathering
@@ -147,13 +162,19 @@ def _inputs(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     gather: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    weight_scale: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
-    """The arguments that each call brings, by name; x and gather contiguous."""
+    """The arguments that each call brings, by name; x, gather and x_scale contiguous."""
     inputs = {"x": x, "weight": weight}
     if bias is not None:
         inputs["bias"] = bias
     if gather is not None:
         inputs["gather"] = gather
+    if x_scale is not None:
+        inputs["x_scale"] = x_scale
+    if weight_scale is not None:
+        inputs["weight_scale"] = weight_scale
     return inputs
 
 

@@ -242,7 +242,7 @@ def one(*shape, dtype=FP32):
         ((one(4, 8), one(6, 8, 1)), {}, ShapeError, r"weight: expected two dims"),
         ((one(4, 8), one(6, 8), one(5)), {}, ShapeError, r"bias: expected shape \[6\]"),
         ((one(4, 8), one(6, 8, dtype=BF16)), {}, DtypeError, r"weight: expected torch.float32"),
-        ((one(4, 8, dtype=torch.int8), one(6, 8, dtype=torch.int8)), {}, DtypeError, r"x: expe"),
+        ((one(4, 8, dtype=torch.int16), one(6, 8, dtype=torch.int16)), {}, DtypeError, r"x: expe"),
         ((one(4, 8), one(6, 8)), {"reduce_dtype": torch.int32}, DtypeError, r"reduce_dtype: exp"),
         ((one(4, 8), one(6, 8)), {"reduce_dtype": torch.float64}, DtypeError, r"reduce_dtype: e"),
         ((one(4, 8), one(6, 8)), {"out_dtype": torch.int32}, DtypeError, r"out_dtype: expected"),

@@ -251,7 +251,7 @@ def one(*shape, dtype=FP32):
         ((one(4, 8), one(6, 8), one(6)), {"scatter_dim": 1}, ShapeError,
          r"bias: expected shape \[3\]"),
         ((one(4, 8), one(6, 8, dtype=BF16)), {}, DtypeError, r"weight: expected torch.float32"),
-        ((one(4, 8, dtype=torch.int8), one(6, 8, dtype=torch.int8)), {}, DtypeError, r"x: expe"),
+        ((one(4, 8, dtype=torch.int16), one(6, 8, dtype=torch.int16)), {}, DtypeError, r"x: expe"),
         ((one(4, 8, dtype=torch.float64), one(6, 8, dtype=torch.float64)), {}, DtypeError,
          r"x: expected dtype"),
         ((one(4, 8), one(6, 8)), {"reduce_dtype": torch.int32}, DtypeError, r"reduce_dtype: exp"),
