@@ -144,14 +144,19 @@ def _own(whole: torch.Tensor, shares: list[int], rank: int) -> torch.Tensor:
     return whole.split(shares)[rank]
 
 
-def _gemm_rs(group: Group, rounds: int) -> None:
+def _gemm_rs_staged(group: Group, rounds: int) -> None:
+    _gemm_rs(group, rounds, "staged")
+
+
+def _gemm_rs(group: Group, rounds: int, algorithm: str = "direct") -> None:
     memory = _sum_memory(group)
     for index in range(rounds):
         shares = _shares(group, index)
         xs, weights = _products(group, index)
         shares[0] += _SUM_ROWS - sum(shares)  # fewer ranks than shares
         x = memory.put(xs[group.rank])
-        out = plait.gemm_rs(x, weights[group.rank], group=group, rows_per_rank=shares, impl="fused")
+        options = {"rows_per_rank": shares, "impl": "fused", "algorithm": algorithm}
+        out = plait.gemm_rs(x, weights[group.rank], group=group, **options)
         expect("gemm_rs", group, index, out, _own(_total(xs, weights), shares, group.rank))
         gap(group)
 
@@ -257,6 +262,19 @@ CASES: dict[str, Case] = {
             _NO_MIRROR,
             _IN_FINISH,
             Equivalent("_gemm_rs_kernel: debug_barrier 0 removed", _BEFORE_WAITS),
+        ),
+    ),
+    "gemm_rs_staged": Case(
+        _gemm_rs_staged,
+        equivalents=(
+            _PLAIN_LOADS,
+            _IN_FINISH,
+            _IN_PROLOGUE,
+            Equivalent(
+                "program gemm_rs: stream wait 2 removed",
+                "it keeps the partial rows until their copies have ended; on virtual CPU ranks a "
+                "call ends with all its copies, so that memory is never handed out sooner",
+            ),
         ),
     ),
     "gemm_ar": Case(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from plait.checks import check_min_ndim, check_tensor, normalize_dim
+from plait.checks import check_min_ndim, check_one_of, check_tensor, normalize_dim
 from plait.overlap import register as _register  # noqa: F401 - forward and backward call these
 from plait.overlap.common.direct import needs_grad, nobody_listens
 from plait.overlap.common.gradients import as_list, check_main_grads, weight_gradient
@@ -19,7 +19,7 @@ from plait.overlap.common.quantized import (
     default_out_dtype,
     default_reduce_dtype,
 )
-from plait.overlap.gemm_rs.run import forward
+from plait.overlap.gemm_rs.run import ALGORITHMS, forward
 from plait.symm.group import Group
 
 
@@ -35,6 +35,7 @@ def gemm_rs(
     out_dtype: torch.dtype | None = None,
     main_grad: torch.Tensor | None = None,
     impl: str = "auto",
+    algorithm: str = "auto",
     x_scale: torch.Tensor | None = None,
     weight_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -55,6 +56,10 @@ def gemm_rs(
         main_grad: fp32 tensor like weight; the weight gradient is added there and weight.grad
             stays None.
         impl: "fused", "unfused", "reference", or "auto"; `plait.last_run()` says what ran.
+        algorithm: of the fused kernel: "direct" (a kernel stores each tile into its owner's
+            memory), "staged" (copy engines move each rank's rows when they are computed; for links
+            over which a kernel's stores are slow; shares must be consecutive rows), or "auto", by
+            the link. Every rank must choose alike.
         x_scale: fp32 scales of this rank's x: one number, or one a row [..., M], or one a row and
             128 of K [..., M, ceil(K / 128)]. Values are x times scale. They stay here.
         weight_scale: fp32, one number, or [N], or, with the last kind of x_scale, [ceil(N / 128),
@@ -78,13 +83,14 @@ def gemm_rs(
     check_main_grads(main_grads, [weight])
     check_call(x, x_scale, [] if weight_scale is None else [weight_scale], (weight, bias))
     dim = normalize_dim("scatter_dim", scatter_dim, x.dim())
+    check_one_of("algorithm", algorithm, ALGORITHMS)
     arguments = (
         x, weight, bias, group.name, dim, list(rows_per_rank or []),
         reduce_dtype or default_reduce_dtype(x), out_dtype or default_out_dtype(x, x_scale), impl,
     )  # fmt: skip
     if needs_grad((x, weight, bias)):
-        return _GemmRs.apply(*arguments, main_grads)
-    return _run(*arguments, x_scale, weight_scale)
+        return _GemmRs.apply(*arguments, algorithm, main_grads)
+    return _run(*arguments, algorithm, x_scale, weight_scale)
 
 
 def _run(
@@ -97,6 +103,7 @@ def _run(
     reduce_dtype: torch.dtype,
     out_dtype: torch.dtype,
     impl: str,
+    algorithm: str,
     x_scale: torch.Tensor | None = None,
     weight_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -104,7 +111,7 @@ def _run(
     operator = forward if direct else torch.ops.plait.gemm_rs
     return operator(
         x, weight, bias, group, scatter_dim, rows, reduce_dtype, out_dtype, impl, None, x_scale,
-        weight_scale,
+        weight_scale, algorithm,
     )[0]  # fmt: skip
 
 
@@ -121,12 +128,15 @@ class _GemmRs(torch.autograd.Function):
         reduce_dtype: torch.dtype,
         out_dtype: torch.dtype,
         impl: str,
+        algorithm: str,
         main_grads: list[torch.Tensor],
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.options = (group, scatter_dim, rows, impl)
         ctx.main_grads, ctx.has_bias = main_grads, bias is not None
-        return _run(x, weight, bias, group, scatter_dim, rows, reduce_dtype, out_dtype, impl)
+        return _run(
+            x, weight, bias, group, scatter_dim, rows, reduce_dtype, out_dtype, impl, algorithm
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -150,7 +160,7 @@ class _GemmRs(torch.autograd.Function):
         grad_bias: Any = None
         if ctx.has_bias:
             grad_bias = own.flatten(0, -2).sum(0)
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None, None, None
 
 
 __all__ = ["gemm_rs"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -27,11 +28,13 @@ from plait.overlap.common.tile_config import (
     tiles_of,
 )
 from plait.overlap.common.trace import Awaits, trace_args
+from plait.overlap.gemm_rs.staged import MAX_ELEMENTS, plan_staged, staged_bytes
 from plait.schedules.partition import num_segmented_tiles
 from plait.symm import signals
 from plait.symm.group import Group
 from plait.symm.workspace import Region
 
+Algorithm = Literal["direct", "staged"]
 _OPERATOR = signals.Operator.GEMM_RS
 _STEPS = (("compute", "store", "wait", "sum"),)  # what a trace's stamps end
 
@@ -52,13 +55,18 @@ def run_gemm_rs(
     out: torch.Tensor,
     reduce_dtype: torch.dtype,
     gather: Gather | None,
+    algorithm: Algorithm = "direct",
 ) -> None:
     """Fill `out` [rows_rank, N], and the gather, from `x` [M, K]; in slices of rows if needed."""
-    limit = _slice_rows(group, x, weight, segments, reduce_dtype, gather)
-    call = f"gemm_rs M={segments.rows} N={weight.num_cols} {x.dtype} partial={reduce_dtype}"
+    staged = algorithm == "staged"
+    plan = plan_staged if staged else plan_gemm_rs
+    limit = _slice_rows(group, x, weight, segments, reduce_dtype, gather, staged)
+    call = f"gemm_rs {algorithm} M={segments.rows} N={weight.num_cols} {x.dtype}"
+    call = f"{call} partial={reduce_dtype}"
     for part in segments.slices(limit):
         first = part.first[group.rank]
-        region = group.take_region(_slot_bytes(part, weight.num_cols, reduce_dtype), call)
+        nbytes = (staged_bytes if staged else _slot_bytes)(part, weight.num_cols, reduce_dtype)
+        region = group.take_region(nbytes, call)
         rows = slice(first, first + part.rows[group.rank])
         program = Program("gemm_rs", members=group.members)
         before: list[Step] = []
@@ -69,9 +77,7 @@ def run_gemm_rs(
             gather_region = group.take_region(gather_bytes(part, row_bytes), call)
             before = start_gather(group, gather_region, own, part)
             after = end_gather(group, gather_region, own, part, gather.whole)
-        program.add(
-            *before, *plan_gemm_rs(group, region, x, weight, part, out[rows], reduce_dtype), *after
-        )
+        program.add(*before, *plan(group, region, x, weight, part, out[rows], reduce_dtype), *after)
         run_program(group, program, f"{call} first={part.first} gather={gather is not None}")
 
 
@@ -163,19 +169,24 @@ def _slice_rows(
     segments: Segments,
     reduce_dtype: torch.dtype,
     gather: Gather | None,
+    staged: bool,
 ) -> int:
     """The most rows a slice may have: within the region's bytes and its signal words."""
     capacity = group.workspace.capacity_bytes
     rows = max(segments.max_rows, 1)
     while True:
         part = next(segments.slices(rows))
-        needed = _slot_bytes(part, weight.num_cols, reduce_dtype)
+        needed = (staged_bytes if staged else _slot_bytes)(part, weight.num_cols, reduce_dtype)
         if gather is not None:
             needed = max(needed, gather_bytes(part, gather.x.shape[1] * gather.x.element_size()))
-        words = group.world_size * tiles_of(
-            part.max_rows, weight.num_cols, _config(group, x, weight, part)
-        )
-        if needed <= capacity and words <= signals.NUM_READY_WORDS:
+        fits = needed <= capacity
+        if staged:
+            fits = fits and part.max_rows * weight.num_cols <= MAX_ELEMENTS
+        else:
+            config = _config(group, x, weight, part)
+            words = group.world_size * tiles_of(part.max_rows, weight.num_cols, config)
+            fits = fits and words <= signals.NUM_READY_WORDS
+        if fits:
             return rows
         if rows == 1:
             raise CapacityError(
@@ -187,4 +198,4 @@ def _slice_rows(
         rows = rows // 2 if rows <= 128 else max(128, rows // 2 // 128 * 128)
 
 
-__all__ = ["Gather", "plan_gemm_rs", "run_gemm_rs"]
+__all__ = ["Algorithm", "Gather", "plan_gemm_rs", "run_gemm_rs"]

@@ -16,7 +16,8 @@ _library = torch.library.Library("plait", "FRAGMENT")
 _library.define(
     "gemm_rs(Tensor x, Tensor weight, Tensor? bias, str group, int scatter_dim, "
     "SymInt[] rows_per_rank, ScalarType reduce_dtype, ScalarType out_dtype, str impl, "
-    "Tensor? gather, Tensor? x_scale=None, Tensor? weight_scale=None) -> Tensor[]"
+    "Tensor? gather, Tensor? x_scale=None, Tensor? weight_scale=None, str algorithm='auto') "
+    "-> Tensor[]"
 )
 
 
@@ -33,12 +34,13 @@ def _gemm_rs(
     gather: torch.Tensor | None,
     x_scale: torch.Tensor | None = None,
     weight_scale: torch.Tensor | None = None,
+    algorithm: str = "auto",
 ) -> list[torch.Tensor]:
     from plait.overlap.gemm_rs.run import forward
 
     return forward(
         x, weight, bias, group, scatter_dim, list(rows_per_rank), reduce_dtype, out_dtype, impl,
-        gather, x_scale, weight_scale,
+        gather, x_scale, weight_scale, algorithm,
     )  # fmt: skip
 
 
@@ -60,6 +62,7 @@ def _gemm_rs_fake(
     gather: torch.Tensor | None,
     x_scale: torch.Tensor | None = None,
     weight_scale: torch.Tensor | None = None,
+    algorithm: str = "auto",
 ) -> list[torch.Tensor]:
     shape = [*x.shape[:-1], weight.shape[0]]
     shape[scatter_dim] = inferred_share(shape[scatter_dim], group, rows_per_rank)

@@ -9,15 +9,21 @@ from plait.collectives.all_gather import gather_whole
 from plait.collectives.reduce_scatter import reduce_scatter_partials
 from plait.collectives.segments import Segments
 from plait.collectives.sizes import scattered_sizes
+from plait.errors import UnsupportedError
 from plait.overlap.common import plans
 from plait.overlap.common.chooser import Sizes, choose
 from plait.overlap.common.operands import Weights
 from plait.overlap.common.quantized import check_operand_scales, every_scaling, why_unfused
+from plait.overlap.common.trace import is_tracing
 from plait.overlap.common.unfused import linear
 from plait.overlap.common.validate import check_operands, check_reduce_dtype
-from plait.overlap.gemm_rs.launch import Gather, run_gemm_rs
+from plait.overlap.gemm_rs.launch import Algorithm, Gather, run_gemm_rs
 from plait.overlap.gemm_rs.reference import gemm_rs_reference
 from plait.symm.group import Group, get_group
+
+ALGORITHMS = ("auto", "direct", "staged")
+# Over PCIe (55 GB/s) a kernel's stores reach 40 GB/s and hold its blocks up.
+_DIRECT_FROM_GB_S = 100.0
 
 
 def forward(
@@ -33,6 +39,7 @@ def forward(
     gather: torch.Tensor | None,
     x_scale: torch.Tensor | None = None,
     weight_scale: torch.Tensor | None = None,
+    algorithm: str = "auto",
 ) -> list[torch.Tensor]:
     """The implementation of `plait::gemm_rs`."""
     group = get_group(group_name)
@@ -44,6 +51,7 @@ def forward(
             "gemm_rs", plans.layout(x), plans.layout(weight), plans.layout(bias), scatter_dim,
             tuple(rows_per_rank), reduce_dtype, out_dtype, impl, plans.layout(gather),
             plans.precision_of(x.dtype), plans.layout(x_scale), plans.layout(weight_scale),
+            algorithm,
         )  # fmt: skip
         plan = plans.find(group, key)
         if plan is not None:
@@ -79,7 +87,17 @@ def forward(
     if chosen == "fused":
         weights = Weights((weight,), () if bias is None else (bias,), scalings)
         return _fused(
-            group, x, weights, scatter_dim, sizes, reduce_dtype, out_dtype, gather, x_scale, key
+            group,
+            x,
+            weights,
+            scatter_dim,
+            sizes,
+            reduce_dtype,
+            out_dtype,
+            gather,
+            x_scale,
+            key,
+            algorithm,
         )
     if chosen == "reference":
         call = "gemm_rs reference"
@@ -96,6 +114,30 @@ def forward(
     )
 
 
+def choose_algorithm(group: Group, segments: Segments, algorithm: str = "auto") -> Algorithm:
+    """ "direct" or "staged": `algorithm`, or by what is the same on every rank.
+
+    UnsupportedError: staged rows that are not consecutive.
+    """
+    if algorithm == "direct":
+        return "direct"
+    if not segments.contiguous:
+        if algorithm == "staged":
+            raise UnsupportedError(
+                "algorithm",
+                "scatter_dim=0, so that a rank's rows are consecutive, for 'staged'",
+                f"{segments.outer} pieces a rank",
+                "Use 'auto' or 'direct', or scatter dim 0.",
+            )
+        return "direct"
+    if algorithm == "staged":
+        return "staged"
+    link = group.transport.link_speed()
+    slow = link is not None and link.gb_s < _DIRECT_FROM_GB_S
+    # Stamps of tiles are those of the direct kernel.
+    return "staged" if slow and group.world_size > 1 and not is_tracing() else "direct"
+
+
 def _unfused(
     group: Group,
     partial: torch.Tensor,
@@ -104,10 +146,11 @@ def _unfused(
     sizes: tuple[int, ...],
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
+    if bias is None:
+        return reduce_scatter_partials(group, partial, scatter_dim, sizes, out_dtype=out_dtype)
+    # In fp32 until the bias is in: one rounding.
     total = reduce_scatter_partials(group, partial, scatter_dim, sizes, out_dtype=torch.float32)
-    if bias is not None:
-        total = total + bias.to(torch.float32)
-    return total.to(out_dtype)
+    return (total + bias.to(torch.float32)).to(out_dtype)
 
 
 def _fused(
@@ -121,6 +164,7 @@ def _fused(
     gather: torch.Tensor | None,
     x_scale: torch.Tensor | None,
     key: plans.Key | None,
+    algorithm: str,
 ) -> list[torch.Tensor]:
     weight, bias = weights.weights[0], next(iter(weights.biases), None)
     shape = [*x.shape[:-1], weight.shape[0]]
@@ -152,7 +196,14 @@ def _fused(
     inputs = _inputs(flat, weight, bias, own, x_scale, weight_scale)
     with plans.recording(group, key, "gemm_rs, planned", inputs, named):
         run_gemm_rs(
-            group, flat, weights, segments, out.view(-1, out.shape[-1]), reduce_dtype, gathering
+            group,
+            flat,
+            weights,
+            segments,
+            out.view(-1, out.shape[-1]),
+            reduce_dtype,
+            gathering,
+            choose_algorithm(group, segments, algorithm),
         )
     return results
 
@@ -178,4 +229,4 @@ def _inputs(
     return inputs
 
 
-__all__ = ["forward"]
+__all__ = ["ALGORITHMS", "choose_algorithm", "forward"]
