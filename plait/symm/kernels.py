@@ -3,14 +3,26 @@
 import triton
 import triton.language as tl
 
-from plait.backends.nvidia.intrinsics import globaltimer, nanosleep
+from plait.backends.nvidia.intrinsics import globaltimer, grid_launch_dependents, nanosleep
 from plait.symm.lang.patterns import barrier, begin, finish
 from plait.symm.lang.words import get_epoch
 
 
 @triton.jit(do_not_specialize=["num_arrivals", "delay_ns"])
-def _prologue_kernel(ctx_ptr, num_arrivals, delay_ns, OP: tl.constexpr, HAS_DELAY: tl.constexpr):
-    """One block: wait until the peers have consumed this region, then advance its epoch."""
+def _prologue_kernel(
+    ctx_ptr,
+    num_arrivals,
+    delay_ns,
+    OP: tl.constexpr,
+    HAS_DELAY: tl.constexpr,
+    LEADS: tl.constexpr = False,
+):
+    """One block: wait until the peers have consumed this region, then advance its epoch.
+
+    LEADS: the next kernel is launched early and waits for this one before it looks at the region.
+    """
+    if LEADS:
+        grid_launch_dependents()
     if HAS_DELAY:
         start = globaltimer()
         while globaltimer() - start < delay_ns:

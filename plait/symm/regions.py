@@ -13,11 +13,13 @@ from plait.symm.workspace import Region
 _calls = itertools.count()
 
 
-def open_region(region: Region, num_arrivals: int, operator: signals.Operator) -> Launch:
+def open_region(
+    region: Region, num_arrivals: int, operator: signals.Operator, *, leads: bool = False
+) -> Launch:
     """The prologue: advance the region's epoch when the peers have consumed the last one.
 
     `num_arrivals` blocks of the call will `finish`: the last kernel's grid, or 1 with
-    `close_region`.
+    `close_region`. `leads`: the kernel that follows on `main` is launched early.
     """
     from plait.symm.kernels import _prologue_kernel
 
@@ -32,6 +34,8 @@ def open_region(region: Region, num_arrivals: int, operator: signals.Operator) -
         "OP": int(operator),
         "HAS_DELAY": limit_us > 0,
     }
+    if leads:
+        args["LEADS"] = True
     return Launch(_prologue_kernel, 1, args, num_warps=1)
 
 

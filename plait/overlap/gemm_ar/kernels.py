@@ -6,6 +6,7 @@ Legend: x is [M, K], w is [N, K], K this rank's share of the sum; out is [M, N] 
 import triton
 import triton.language as tl
 
+from plait.backends.nvidia.intrinsics import grid_wait
 from plait.ops.matmul.epilogue_kernels import add_bias
 from plait.overlap.common.product_kernels import product_tile
 from plait.overlap.common.slots import (
@@ -62,6 +63,7 @@ def _gemm_ar_one_shot_kernel(
     SCALES: tl.constexpr = "none",
     INTEGER: tl.constexpr = False,
     FP8_STEP: tl.constexpr = 0,
+    EARLY: tl.constexpr = False,
 ):
     """Every rank sends every tile to every peer and sums all slots itself: one hop, for few rows.
 
@@ -73,7 +75,6 @@ def _gemm_ar_one_shot_kernel(
     """
     rank = get_rank(ctx_ptr)
     world_size = get_world_size(ctx_ptr)
-    epoch = get_epoch(ctx_ptr)
     num_m = tl.cdiv(M, BLOCK_M)
     num_n = tl.cdiv(N, BLOCK_N)
     for tile in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
@@ -90,12 +91,18 @@ def _gemm_ar_one_shot_kernel(
             BLOCK_M, BLOCK_N, BLOCK_K, DESC, B_KN, PRECISION, SCALES, INTEGER, FP8_STEP,
         )  # fmt: skip
         record(trace_ptr, tile, 1, TRACE)
+        if EARLY:
+            grid_wait()
+        epoch = get_epoch(ctx_ptr)
         for step in range(world_size):
             peer = (rank + step) % world_size
             store_slot(ctx_ptr, peer, acc, row, M, col, N, M, BLOCK_M, BLOCK_N, PARTIAL)
         signal_all(ctx_ptr, READY + rank * words_per_rank + tile, epoch, False)
         record(trace_ptr, tile, 2, TRACE)
     tl.debug_barrier()
+    if EARLY:
+        grid_wait()
+    epoch = get_epoch(ctx_ptr)
     for tile in range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
         pid_m, pid_n = grouped_raster(tile, num_m, num_n, GROUP_M)
         row = pid_m * BLOCK_M
@@ -157,6 +164,7 @@ def _gemm_ar_two_shot_kernel(
     SCALES: tl.constexpr = "none",
     INTEGER: tl.constexpr = False,
     FP8_STEP: tl.constexpr = 0,
+    EARLY: tl.constexpr = False,
 ):
     """Tiles go to the owner of their rows, which sums them and sends the sum to everyone.
 
@@ -170,6 +178,8 @@ def _gemm_ar_two_shot_kernel(
     TRACE: trace_ptr has two rows for each tile (see trace_kernels): the first ones are stamped as
     in GEMM+RS, row num_tiles + t after the wait for the sum and after the tile is collected.
     """
+    if EARLY:
+        grid_wait()
     rank = get_rank(ctx_ptr)
     world_size = get_world_size(ctx_ptr)
     epoch = get_epoch(ctx_ptr)

@@ -111,11 +111,14 @@ def plan_gemm_ar(
     args |= trace_args(group, num_tiles, _STEPS[algorithm], awaits)
     most, registers = launch_limits(config, group.executor.num_sms)
     grid = max(1, min(most, num_tiles))
+    early = config.desc and group.executor.early_launches
+    args["EARLY"] = early
     launch = Launch(
-        kernel, grid, args, config.num_warps, config.num_stages, max_registers=registers
-    )
+        kernel, grid, args, config.num_warps, config.num_stages, early=early,
+        max_registers=registers,
+    )  # fmt: skip
     program = Program("gemm_ar", members=group.members)
-    return program.add(open_region(region, grid, _OPERATOR), arrivals, launch)
+    return program.add(open_region(region, grid, _OPERATOR, leads=early), arrivals, launch)
 
 
 def _common_args(

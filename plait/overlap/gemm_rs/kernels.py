@@ -7,6 +7,7 @@ rank's share of the sum.
 import triton
 import triton.language as tl
 
+from plait.backends.nvidia.intrinsics import grid_wait
 from plait.overlap.common.product_kernels import product_tile
 from plait.overlap.common.rows import whole_rows
 from plait.overlap.common.slots import store_slot, store_sums, wait_for_slots
@@ -58,6 +59,7 @@ def _gemm_rs_kernel(
     SCALES: tl.constexpr = "none",
     INTEGER: tl.constexpr = False,
     FP8_STEP: tl.constexpr = 0,
+    EARLY: tl.constexpr = False,
 ):
     """out = sum over ranks of (x @ w^T)[own rows] (+ bias), partials in PARTIAL, summed in fp32.
 
@@ -76,6 +78,8 @@ def _gemm_rs_kernel(
     Example: world 2, one tile a segment, rank 0: the tile of rank 1's rows is sent, then the own
     one waits for READY + words_per_rank and is summed.
     """
+    if EARLY:
+        grid_wait()
     rank = get_rank(ctx_ptr)
     world_size = get_world_size(ctx_ptr)
     epoch = get_epoch(ctx_ptr)

@@ -127,10 +127,12 @@ def plan_gemm_rs(
         **product_args(x, weight, reduce_dtype, config),
     }
     args |= trace_args(group, num_tiles, _STEPS, _awaits(group, args["words_per_rank"]))
-    launch = Launch(_gemm_rs_kernel, grid, args, config.num_warps, config.num_stages)
+    early = config.desc and group.executor.early_launches
+    args["EARLY"] = early
+    launch = Launch(_gemm_rs_kernel, grid, args, config.num_warps, config.num_stages, early=early)
     tiles = Tiles.of(segments.rows, num_cols, config, args["words_per_rank"])
     arrivals = partial_arrivals(region, tiles, reduce_dtype.itemsize)
-    return [open_region(region, grid, _OPERATOR), arrivals, launch]
+    return [open_region(region, grid, _OPERATOR, leads=early), arrivals, launch]
 
 
 def _awaits(group: Group, words: int) -> Awaits:
