@@ -21,7 +21,16 @@ SECTIONS = {
     "Overlapped operators": ("ag_gemm", "gemm_rs", "gemm_ar"),
     "Collectives": ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"),
     "Matrix product": ("matmul",),
-    "Serving calls of ATen": ("enable", "disable", "use", "explain", "report", "uninstall"),
+    "Norms with a residual stream": ("rms_norm", "layer_norm"),
+    "Serving calls of ATen": (
+        "enable",
+        "disable",
+        "use",
+        "explain",
+        "report",
+        "warmup",
+        "uninstall",
+    ),
     "Virtual ranks": ("run_virtual",),
     "What ran": ("last_run", "trace"),
 }

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from plait.ops.aten.explain import explain
     from plait.ops.aten.registration import disable, enable, uninstall, use
     from plait.ops.aten.report import report
+    from plait.ops.aten.warmup import warmup
     from plait.ops.matmul.api import matmul
+    from plait.ops.norm.residual import layer_norm, rms_norm
     from plait.overlap.ag_gemm.api import ag_gemm
     from plait.overlap.common.trace import trace
     from plait.overlap.gemm_ar.api import gemm_ar
@@ -42,13 +44,16 @@ _NAMES = {
     "gemm_ar": "plait.overlap.gemm_ar.api",
     "gemm_rs": "plait.overlap.gemm_rs.api",
     "last_run": "plait.runtime.record",
+    "layer_norm": "plait.ops.norm.residual",
     "matmul": "plait.ops.matmul.api",
     "reduce_scatter": "plait.collectives.reduce_scatter",
     "report": "plait.ops.aten.report",
+    "rms_norm": "plait.ops.norm.residual",
     "run_virtual": "plait.testing.ranks",
     "trace": "plait.overlap.common.trace",
     "uninstall": "plait.ops.aten.registration",
     "use": "plait.ops.aten.registration",
+    "warmup": "plait.ops.aten.warmup",
 }
 _MODULES = ("errors", "settings")
 
@@ -82,12 +87,15 @@ __all__ = [
     "gemm_ar",
     "gemm_rs",
     "last_run",
+    "layer_norm",
     "matmul",
     "reduce_scatter",
     "report",
+    "rms_norm",
     "run_virtual",
     "settings",
     "trace",
     "uninstall",
     "use",
+    "warmup",
 ]

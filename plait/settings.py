@@ -77,6 +77,9 @@ _MICROSECONDS = _Kind(
     float,
     lambda value: _is_number(value) and value >= 0,
 )
+_WHEN = _Kind(
+    "word", "sync or background", str.strip, lambda value: value in ("sync", "background")
+)
 _FOLDER = _Kind(
     "folder",
     "the path of a folder",
@@ -136,6 +139,14 @@ class Settings:
         "",
         "Folder of the tables that `plait tune` writes, one JSON file a GPU.",
         shown="in the user's cache folder",
+    )
+
+    compile: str = _setting(
+        "PLAIT_COMPILE",
+        _WHEN,
+        "sync",
+        "When an operator's kernel is compiled: in the call that needs it (sync), or by a worker "
+        "process while ATen serves such calls (background).",
     )
 
     def __post_init__(self) -> None:

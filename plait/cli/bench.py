@@ -28,6 +28,8 @@ def add_commands(app: typer.Typer) -> None:
     """Give the app the commands of `plait bench`."""
     import typer
 
+    from plait.cli.bench_models import add_models_command
+    from plait.cli.bench_ops import add_ops_command
     from plait.cli.bench_overlap import add_overlap_commands
 
     @app.command("gemm")
@@ -65,6 +67,8 @@ def add_commands(app: typer.Typer) -> None:
         bench_gemm(request, rounds=iters, json_file=json_file, plot=plot)
 
     add_overlap_commands(app)
+    add_ops_command(app)
+    add_models_command(app)
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,11 @@ def add_commands(app: typer.Typer) -> None:
     """Give the app the commands of `plait tune`."""
     import typer
 
+    from plait.cli.tune_ops import add_ops_command
     from plait.cli.tune_overlap import add_overlap_command
 
     add_overlap_command(app)
+    add_ops_command(app)
 
     @app.command("gemm")
     def gemm(

@@ -22,7 +22,7 @@ from plait.runtime.timing import Timing, gpu_times
 
 _PAUSE_S = 0.01
 
-Contestants: TypeAlias = Mapping[str, Callable[[], object]]
+Contestants: TypeAlias = Mapping[str, "Callable[[], object] | torch.cuda.CUDAGraph"]
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,16 @@
 `BoundLaunch` compiles a `Launch` once and keeps its arguments in the order of Triton's own launcher
 (`CompiledKernel.run`). A later call with tensors of the same shapes, strides, dtypes and alignment
 replaces addresses only. Tensor descriptors are encoded once an address and kept, bounded. All that
-depends on the Triton version is in this file; where Triton looks different, or hooks (profilers) or
-scratch memory are in use, the ordinary launch is taken, which gives the same result.
+depends on the Triton version is in this file, for 3.6 to 3.9; where Triton looks different, or
+hooks (profilers) or scratch memory are in use, the ordinary launch is taken, which gives the same
+result.
 """
 
 from __future__ import annotations
 
+import ctypes.util
 import dataclasses
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,6 +30,8 @@ class BoundLaunch:
 
     `raw(*arguments)` is the C launcher: `arguments` copied, with a stream's handle at `STREAM` and
     addresses at `slots`, launch without any further step. `raw` is None where only `run` works.
+    `native` is the C launcher itself; where it takes the kernel's arguments as one tuple, that
+    tuple begins at `split` of `arguments`, else `split` is None.
     """
 
     STREAM = _STREAM
@@ -37,6 +42,8 @@ class BoundLaunch:
         self.compiled._init_handles()
         self._fast = _fast_launcher(self.compiled)
         self.raw: Any = None
+        self.native: Any = None
+        self.split: int | None = None
         self.arguments: list[Any] = []
         self.slots: dict[str, int] = {}
         self.encoders: dict[str, Callable[[int], Any]] = {}  # of descriptors, by address
@@ -49,7 +56,7 @@ class BoundLaunch:
     def _flatten(self, fast: _FastLauncher) -> None:
         """Arguments as the C launcher takes them, and where each tensor's address stands."""
         launch = self.launch
-        self.raw = fast.raw
+        self.raw, self.native, self.split = fast.raw, fast.native, fast.split
         self.arguments = flat = [launch.grid, 1, 1, None, *fast.middle]
         for name in launch.kernel.arg_names:
             value = _value_of(launch, name)
@@ -63,6 +70,16 @@ class BoundLaunch:
                 flat.append(value.data_ptr())
             else:
                 flat.append(value)
+
+    def launch_as_bound(self) -> None:
+        """Launch with the first call's own arguments; the device is the current one."""
+        launch = self.launch
+        if self.raw is None or launches_are_watched():
+            launch.kernel[(launch.grid,)](**launch.args, **launch.options)
+            return
+        arguments = self.arguments.copy()
+        arguments[_STREAM] = torch._C._cuda_getCurrentRawStream(self._device)
+        self.raw(*arguments)
 
     def run(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Launch with other tensors for the named arguments, laid out as those at first.
@@ -174,29 +191,51 @@ def _address(value: Any) -> int | None:
     return tensor.data_ptr() if isinstance(tensor, torch.Tensor) else None
 
 
-class _FastLauncher:
-    """Triton 3.6's C launcher of one kernel."""
+# What Triton's launcher objects are called with, after the grid: it tells the two layouts apart.
+_FLAT = ("stream", "function", "args")  # 3.6
+_NESTED = (  # 3.7 to 3.9
+    "stream",
+    "function",
+    "kernel_metadata",
+    "launch_metadata",
+    "launch_enter_hook",
+    "launch_exit_hook",
+    "args",
+)
 
-    def __init__(self, compiled: Any, raw: Any, descriptor_meta: list[Any]) -> None:
+
+class _FastLauncher:
+    """Triton's C launcher of one kernel.
+
+    Triton 3.6 compiles one for every kernel, which takes the kernel's arguments one by one; later
+    there is one for all, which takes them as a tuple after a description of them.
+    """
+
+    def __init__(self, compiled: Any, native: Any, descriptor_meta: list[Any]) -> None:
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
         launcher = compiled.run
-        self.raw, self._meta, self._make = raw, descriptor_meta, make_tensordesc_arg
-        self.middle = (
-            compiled.function,
-            launcher.launch_cooperative_grid,
-            launcher.launch_pdl,
-            None,
-            None,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-        )
+        self.native, self._meta = native, descriptor_meta
+        self._make: Any = make_tensordesc_arg
+        scratch = (None, None)
+        packed = (compiled.packed_metadata, None, None, None)  # and no hooks
+        start = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
+        if _layout(launcher) == _FLAT:
+            self.middle = (*start, *scratch, *packed)
+            self.split, self.raw = None, native
+        else:
+            described = (launcher.arg_annotations, launcher.kernel_signature)
+            self.middle = (*start, *packed, *scratch, *described)
+            self.split = split = _STREAM + 1 + len(self.middle)
+            self.raw = lambda *arguments: native(*arguments[:split], arguments[split:])
 
     def encode(self, descriptor: Any, number: int, address: int) -> tuple[Any, ...]:
         """A descriptor's arguments at another address."""
-        return tuple(self._make(_moved(descriptor, _At(address)), self._meta[number]))
+        meta = self._meta[number] if self._meta else None
+        moved = _moved(descriptor, _At(address))
+        if self._make.__code__.co_argcount == 2:
+            return tuple(self._make(moved, meta))
+        return tuple(self._make(moved, meta, None))  # since 3.8; the third is for other vendors
 
 
 class _At:
@@ -209,23 +248,53 @@ class _At:
         return self._address
 
 
+def build_launcher(compiled: Any) -> None:
+    """Build the C launcher of a kernel that was compiled without a GPU, into Triton's cache.
+
+    Where Triton has one launcher for all kernels, or there is no driver to link it with, there is
+    nothing to do.
+    """
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    if _parameters(CudaLauncher) == _FLAT and ctypes.util.find_library("cuda") is not None:
+        CudaLauncher(compiled.src, compiled.metadata)
+
+
+def _layout(launcher: Any) -> tuple[str, ...]:
+    """What the launcher object is called with, after the grid."""
+    return _parameters(type(launcher))
+
+
+def _parameters(kind: type) -> tuple[str, ...]:
+    call = vars(kind).get("__call__")
+    if not inspect.isfunction(call):
+        return ()
+    names = tuple(inspect.signature(call).parameters)
+    return names[4:] if names[:4] == ("self", "gridX", "gridY", "gridZ") else ()
+
+
 def _fast_launcher(compiled: Any) -> _FastLauncher | None:
-    """The C launcher, if this Triton is built as 3.6 is and the kernel needs no scratch memory."""
+    """The C launcher, if this Triton is one of those known and the kernel needs no more."""
     launcher = compiled.run
-    needed = ("launch", "launch_cooperative_grid", "launch_pdl", "global_scratch_size")
-    if not all(hasattr(launcher, name) for name in needed):
+    needed = ["launch", "launch_cooperative_grid", "launch_pdl", "global_scratch_size"]
+    layout = _layout(launcher)
+    if layout == _NESTED:
+        needed += ["arg_annotations", "kernel_signature"]
+    if layout not in (_FLAT, _NESTED) or not all(hasattr(launcher, name) for name in needed):
         return None
-    if launcher.global_scratch_size or getattr(launcher, "profile_scratch_size", 0):
+    # Scratch memory, and a sanitizer's further arguments, are allocated for every launch.
+    more = ("global_scratch_size", "profile_scratch_size", "gsan_enabled")
+    if any(getattr(launcher, name, 0) for name in more):
         return None
-    raw = launcher.launch
-    meta = getattr(compiled.metadata, "tensordesc_meta", None) or []
+    native = launcher.launch
+    meta = getattr(compiled.metadata, "tensordesc_meta", None)
     cells: dict[str, Any] = {}
-    if getattr(raw, "__closure__", None):  # Triton's wrapper that encodes descriptors
-        cells = dict(zip(raw.__code__.co_freevars, raw.__closure__, strict=True))
+    if getattr(native, "__closure__", None):  # Triton's wrapper that encodes descriptors
+        cells = dict(zip(native.__code__.co_freevars, native.__closure__, strict=True))
     if "launcher" in cells:
-        raw = cells["launcher"].cell_contents
+        native = cells["launcher"].cell_contents
         meta = cells["tensordesc_meta"].cell_contents
-    return _FastLauncher(compiled, raw, list(meta))
+    return _FastLauncher(compiled, native, list(meta or ()))
 
 
-__all__ = ["BoundLaunch", "launches_are_watched"]
+__all__ = ["BoundLaunch", "build_launcher", "launches_are_watched"]

@@ -53,13 +53,14 @@ def capture(fn: Callable[[], object], warmups: int = 2) -> torch.cuda.CUDAGraph:
 
 
 def gpu_times(
-    contestants: Mapping[str, Callable[[], object]],
+    contestants: Mapping[str, Callable[[], object] | torch.cuda.CUDAGraph],
     rounds: int = 20,
     *,
     cold_l2: bool = True,
     pause_s: float = 0.0,
 ) -> dict[str, Timing]:
-    """GPU time of each contestant's captured graph, interleaved, on the current device.
+    """GPU time of each contestant's graph, captured here unless it is one, interleaved, on the
+    current device.
 
     Before every timed replay the L2 cache is overwritten (`cold_l2`); the first round is dropped.
     Each round begins with another contestant, on a device that is kept busy until the host has
@@ -67,7 +68,10 @@ def gpu_times(
     With `pause_s` the device rests before every replay: at its power limit, which large products
     reach when they follow one another, contestants that differ by 8 % measure the same.
     """
-    graphs = {name: capture(fn) for name, fn in contestants.items()}
+    graphs = {
+        name: fn if isinstance(fn, torch.cuda.CUDAGraph) else capture(fn)
+        for name, fn in contestants.items()
+    }
     flush = torch.empty(_FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     names = list(graphs)

@@ -11,8 +11,9 @@ import inspect
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ def compile_for(
     num_warps: int = 4,
     num_stages: int = 3,
     max_registers: int | None = None,
+    launch_pdl: bool = False,
     arch: int = 90,
 ) -> Compiled:
     """Compile `kernel` for sm_<arch> as a launch with `args` would.
@@ -97,19 +99,19 @@ def compile_for(
     Raises:
         TypeError: names that the kernel does not have, or parameters without a value.
     """
-    function = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn)
-    _check_names(function, args)
-    backend = make_backend(GPUTarget("cuda", arch, _WARP_SIZE))
-    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
-    if max_registers is not None:
-        options["maxnreg"] = max_registers
-    bind = create_function_from_signature(function.signature, function.params, backend)
-    bound, specialization, options = bind(**args, **options)
+    options = {
+        "num_warps": num_warps,
+        "num_stages": num_stages,
+        "maxnreg": max_registers,
+        "launch_pdl": launch_pdl or None,
+    }
+    function, backend, bound, specialization, options = _bind(kernel, args, options, arch)
     parsed, signature, constexprs, attrs = function._pack_args(
         backend, options, bound, specialization, options
     )
     source = ASTSource(function, signature, constexprs, attrs)
-    compiled = triton.compile(source, target=backend.target, options=parsed.__dict__)
+    target = GPUTarget("cuda", arch, _WARP_SIZE)
+    compiled = triton.compile(source, target=target, options=parsed.__dict__)
     usage = _resource_usage(compiled.asm["cubin"])
     return Compiled(
         ptx=Ptx(compiled.asm["ptx"]),
@@ -119,6 +121,39 @@ def compile_for(
         stack_bytes=usage["STACK"],
         num_warps=num_warps,
     )
+
+
+def kernel_class(
+    kernel: Any,
+    args: Mapping[str, Any],
+    *,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    launch_pdl: bool = False,
+) -> Hashable:
+    """What a launch with `args` compiles; equal for launches that share a compiled kernel."""
+    options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": launch_pdl or None}
+    function, _, _, specialization, options = _bind(kernel, args, options, arch=90)
+    return function.cache_key, str(specialization), str(options)
+
+
+def _bind(
+    kernel: Any, args: Mapping[str, Any], options: Mapping[str, Any], arch: int
+) -> tuple[Any, ...]:
+    """The function, the backend, and what Triton's launcher makes of arguments and options."""
+    function, backend, bind = _binder(kernel, arch)
+    _check_names(function, args)
+    given = {name: value for name, value in options.items() if value is not None}
+    return function, backend, *bind(**args, **given)
+
+
+@lru_cache(maxsize=256)
+def _binder(kernel: Any, arch: int) -> tuple[JITFunction, Any, Any]:
+    """The function, the backend, and Triton's own binding of arguments, which it generates."""
+    function = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn)
+    backend = make_backend(GPUTarget("cuda", arch, _WARP_SIZE))
+    bind = create_function_from_signature(function.signature, function.params, backend)
+    return function, backend, bind
 
 
 def _check_names(function: JITFunction, args: Mapping[str, Any]) -> None:
@@ -176,4 +211,4 @@ def assert_before(ptx: Ptx, *patterns: str) -> None:
         line = found
 
 
-__all__ = ["Compiled", "Ptx", "assert_before", "compile_for"]
+__all__ = ["Compiled", "Ptx", "assert_before", "compile_for", "kernel_class"]

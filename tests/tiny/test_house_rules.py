@@ -25,12 +25,12 @@ def _calls(tree: ast.Module, *names: str) -> Iterator[ast.Call]:
 
 
 def device_strings(tree: ast.Module) -> list[int]:
-    """Lines with a literal device. A compile target names one, and a comparison only asks."""
+    """Lines with a literal device. Descriptions of hardware name one, a comparison only asks."""
     exempt: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             exempt |= {id(each) for each in (node.left, *node.comparators)}
-    for call in _calls(tree, "GPUTarget"):
+    for call in _calls(tree, "GPUTarget", "DeviceInfo"):
         exempt |= {id(each) for each in call.args}
     return [
         node.lineno

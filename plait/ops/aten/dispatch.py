@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from plait.ops.aten import gate, report, spec
+from plait.ops.aten import compiling, gate, report, spec, wins
+from plait.ops.aten.classes import classify
 from plait.ops.aten.originals import Original
 from plait.ops.engine import plans
 from plait.ops.engine.call import Call, Declined, Number
@@ -29,6 +30,8 @@ OTHER_DEVICE = "a tensor on another device"
 LAZY_VIEW = "a conjugated or negated view"
 NUMBER = "a number in a tensor's place"
 
+_PASSING = compiling.PASSING | {wins.ASKED}  # what is not remembered
+
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
@@ -37,17 +40,20 @@ def override(original: Original, device_type: str) -> Callable[..., Any]:
     key, dispatch_key = original.key, original.dispatch_key
     state, running, watching = gate.STATE, gate.RUNNING, report.WATCHING
     selected, tell = gate.selected, report.tell
+    if_faster = gate.IF_FASTER + key
     aten = original.call
     server = Server(original, device_type)
     serve = server.serve
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        on = key in (selected() if state.open_blocks else state.everywhere)
+        chosen = selected() if state.open_blocks else state.everywhere
+        forced = key in chosen
+        on = forced or if_faster in chosen
         if not on or running.inside:
             if watching.listeners:
                 tell(key, dispatch_key, INSIDE if on else OFF)
             return aten(*args, **kwargs)
-        return serve(args, kwargs)
+        return serve(args, kwargs, if_faster=not forced)
 
     return planned_entry(server, kernel) if dispatch_key == "CUDA" else kernel
 
@@ -60,46 +66,71 @@ class Server:
         self.schema = Schema(original.overload)
         self.counter = report.Counter(original.key, original.dispatch_key)
         self.plans: dict[Any, Callable[..., Any]] = {}
-        spec.caches.append(self.plans)
+        self.plans_if_faster: dict[Any, Callable[..., Any]] = {}
+        spec.caches += (self.plans, self.plans_if_faster)
         self._device_type = device_type
 
-    def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Any = None) -> Any:
-        """One call; with a signature, the way of all calls of that signature is remembered."""
+    def serve(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        signature: Any = None,
+        *,
+        if_faster: bool = False,
+    ) -> Any:
+        """One call; with a signature, the way of all calls of that signature is remembered.
+
+        With `if_faster` plait serves only what its kernels are known to be faster at.
+        """
         original = self.original
-        found = spec.find(original.key)
+        found, version = spec.find(original.key), spec.version()
         call, function = None, original.call
+        named: dict[str, Any] = {}
         if found is None:
             reason = NO_KERNEL
         else:
             reason = _unusual(args, kwargs, self._device_type)
             if not reason and found.compute is not None:
                 named = self.schema.bind(args, kwargs)
-                call, reason = compute(found, self.schema, named)
+                reason = self._slower(found, named) if if_faster else ""
+                if not reason:
+                    call, reason = compute(found, self.schema, named)
+                if call is not None and (reason := compiling.postponed(call)):
+                    call = None
             elif not reason:
-                reason = found.supports(*args, **kwargs)
+                named = self.schema.bind(args, kwargs)
+                reason = self._slower(found, named) if if_faster else ""
+                reason = reason or found.supports(*args, **kwargs)
             if not reason:
                 function = partial(_finish, call, self.schema) if call else _served(found.run)
         self.counter.count(reason)
-        if signature is not None and (reason or call is not None):
-            self._remember(signature, args, kwargs, call, reason)
+        lasts = reason not in _PASSING and (reason or call is not None)
+        if signature is not None and lasts:
+            known = self.plans_if_faster if if_faster else self.plans
+            plan = self._plan(named, call, reason)
+            if plan is not None and version == spec.version():
+                plans.remember(known, signature, plan)
         if report.WATCHING.timings:
             return self.counter.timed(reason, function, args, kwargs)
         return function(*args, **kwargs)
 
-    def _remember(
-        self, signature: Any, args: Any, kwargs: Any, call: Call | None, reason: str
-    ) -> None:
+    def _slower(self, found: spec.OpSpec, named: dict[str, Any]) -> str:
+        """Why default mode leaves the call to ATen, or ""."""
+        given = self.schema.tensors_of(named)
+        device = next((x.device for x in given if isinstance(x, torch.Tensor)), None)
+        if device is None:
+            return NUMBER
+        key, call = self.original.key, classify(self.schema, named)
+        return wins.why_not(found, key, call, named, device)
+
+    def _plan(
+        self, named: dict[str, Any], call: Call | None, reason: str
+    ) -> Callable[..., Any] | None:
+        """How later calls like this one go."""
         cell = self.counter.cell(reason)
-        if reason:
-            plan = plans.fallback(self.schema, self.original.call, cell)
-        else:
-            assert call is not None
-            named = self.schema.bind(args, kwargs)
-            plan = plans.build(self.schema, named, call, self.unplanned, cell)
-        if plan is not None:
-            if len(self.plans) >= plans.MAX_PLANS:
-                self.plans.clear()
-            self.plans[signature] = plan
+        if call is None:
+            return plans.fallback(self.schema, self.original.call, cell)
+        return plans.build(self.schema, named, call, self.unplanned, cell)
 
     def unplanned(self, *args: Any) -> Any:
         """A call with all arguments in order, without its plan."""
@@ -149,26 +180,36 @@ def planned_entry(server: Server, slow: Callable[..., Any]) -> Callable[..., Any
         torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{key}", each)
         for each in ("Conjugate", "Negative")
     )
+    signature = schema.signature(runtime, lazy)
+    branches = "".join(
+        f"""
+        if {name} in _chosen:
+            try:
+                _signature = {signature}
+            except (AttributeError, TypeError, RuntimeError):  # a number, or no memory
+                return _slow({schema.as_call})
+            _plan = _find_plan{mode}(_signature)
+            if _plan is not None:
+                return _plan({schema.variables})
+            return _miss{mode}(_signature, {schema.as_call})"""
+        for name, mode in (("_KEY", ""), ("_KEY_IF_FASTER", "_if_faster"))
+    )
     text = f"""
 def _kernel({schema.parameters}):
-    if (_KEY in (_selected() if _state.open_blocks else _state.everywhere) and not _running.inside
-            and not _watching.listeners and not _watching.timings):
-        try:
-            _signature = {schema.signature(runtime, lazy)}
-        except (AttributeError, TypeError, RuntimeError):  # a number, or a tensor without memory
-            return _slow({schema.as_call})
-        _plan = _find_plan(_signature)
-        if _plan is not None:
-            return _plan({schema.variables})
-        return _miss(_signature, {schema.as_call})
+    _chosen = _selected() if _state.open_blocks else _state.everywhere
+    if not (_running.inside or _watching.listeners or _watching.timings):{branches}
     return _slow({schema.as_call})
 """
 
     def miss(signature: Any, *args: Any, **kwargs: Any) -> Any:
         return server.serve(args, kwargs, signature)
 
+    def miss_if_faster(signature: Any, *args: Any, **kwargs: Any) -> Any:
+        return server.serve(args, kwargs, signature, if_faster=True)
+
     space: dict[str, Any] = {
         "_KEY": key,
+        "_KEY_IF_FASTER": gate.IF_FASTER + key,
         "_DEFAULTS": [each.default for each in schema.arguments],
         "_selected": gate.selected,
         "_state": gate.STATE,
@@ -178,7 +219,9 @@ def _kernel({schema.parameters}):
         "_signature_of_list": signature_of_list,
         "_default_dtype": torch.get_default_dtype,
         "_find_plan": server.plans.get,
+        "_find_plan_if_faster": server.plans_if_faster.get,
         "_miss": miss,
+        "_miss_if_faster": miss_if_faster,
         "_slow": slow,
     }
     exec(compile(text, f"<plait aten::{key}>", "exec"), space)

@@ -3,19 +3,22 @@
 `everywhere` holds for all threads. A `use()` block's choice lies in the thread state that PyTorch
 itself hands to backward threads; context variables and thread locals are lost there. Reading that
 state costs 0.3 us, so it is read only while some thread has a block open.
+
+A key that is to be plait's where plait is faster stands there behind `IF_FASTER`; a key that stands
+there plainly, too, is plait's wherever plait supports the call.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-import torch
+from plait.ops.aten import thread_state
 
+IF_FASTER = "?"
 _SLOT = "plait.aten.selection"
-_stash, _fetch = torch._C._stash_obj_in_tls, torch._C._get_obj_in_tls
-_present, _drop = torch._C._is_key_in_tls, torch._C._remove_obj_from_tls
 
 
 class State:
@@ -42,15 +45,19 @@ RUNNING = _Running()
 
 
 def selected() -> frozenset[str]:
-    """The keys that are on in this thread."""
-    if STATE.open_blocks and _present(_SLOT):
-        return _fetch(_SLOT)
-    return STATE.everywhere
+    """What is on in this thread: keys, plain or behind `IF_FASTER`."""
+    found = thread_state.get(_SLOT) if STATE.open_blocks else None
+    return STATE.everywhere if found is None else found
 
 
 @lru_cache(maxsize=256)  # sets of hundreds of keys: uniting them anew costs more than the block
 def _combine(base: frozenset[str], on: frozenset[str], off: frozenset[str]) -> frozenset[str]:
     return (base | on) - off
+
+
+def if_faster(keys: Iterable[str]) -> frozenset[str]:
+    """The keys as they stand for default mode."""
+    return frozenset(IF_FASTER + key for key in keys)
 
 
 def turn(on: frozenset[str], off: frozenset[str]) -> None:
@@ -73,23 +80,19 @@ class Block:
         self._before: list[Any] = []
 
     def __enter__(self) -> Block:
-        before = _fetch(_SLOT) if STATE.open_blocks and _present(_SLOT) else None
+        before = thread_state.get(_SLOT) if STATE.open_blocks else None
         base = STATE.everywhere if before is None else before
         # Counted before it is visible: a call that sees the block must look for its selection.
         with _lock:
             STATE.open_blocks += 1
-        _stash(_SLOT, _combine(base, self._on, self._off))
+        thread_state.put(_SLOT, _combine(base, self._on, self._off))
         self._before.append(before)
         return self
 
     def __exit__(self, *raised: object) -> None:
-        before = self._before.pop()
-        if before is None:
-            _drop(_SLOT)
-        else:
-            _stash(_SLOT, before)
+        thread_state.put(_SLOT, self._before.pop())
         with _lock:
             STATE.open_blocks -= 1
 
 
-__all__ = ["RUNNING", "STATE", "Block", "selected", "turn"]
+__all__ = ["IF_FASTER", "RUNNING", "STATE", "Block", "if_faster", "selected", "turn"]

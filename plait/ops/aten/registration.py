@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 
 from plait.errors import ArgumentError, DeviceError, UnsupportedError
-from plait.ops.aten import gate, spec, wrapped
+from plait.ops.aten import gate, spec, wins, wrapped
 from plait.ops.aten.dispatch import override
 from plait.ops.aten.originals import Original, why_not
 from plait.ops.aten.targets import checked, select
@@ -43,13 +43,18 @@ def enable(
 ) -> None:
     """Let plait's kernels serve calls of ATen, in all threads, from now on.
 
-    A call that plait's kernel does not support, and one with operands of another device, is ATen's
-    as before, to the bit; `plait.explain` says which way a call goes and `plait.report` counts.
-    Enable before other threads compute: PyTorch's table of kernels is written without a lock.
+    Without names: the calls that plait's kernels have been measured to be faster at on this GPU,
+    by the table that ships or by that of `plait tune ops`; nothing on a GPU without a table. That
+    asks CUDA for the GPU's name, so fork workers before. With names: every call that plait
+    supports.
+
+    Everything else, also a call with operands of another device, is ATen's as before, to the bit;
+    `plait.explain` says which way a call goes and why, and `plait.report` counts. Enable before
+    other threads compute: PyTorch's table of kernels is written without a lock.
 
     Args:
         include: keys (`add.Tensor`), base names (`add`: all overloads of `add` and `add_`), groups
-            (`reduction`) or patterns (`*_backward`); by default what wins on this device.
+            (`reduction`) or patterns (`*_backward`); by default what is faster on this GPU.
         exclude: names of the same forms, to be taken out again.
         device: whose calls; by default the GPU's, where this PyTorch is built for one.
 
@@ -72,7 +77,7 @@ def disable(include: str | Iterable[str] = "*", exclude: str | Iterable[str] = (
         ArgumentError: a name means no operator.
     """
     off = select("include", include) - select("exclude", exclude)
-    gate.turn(frozenset(), off)
+    gate.turn(frozenset(), off | gate.if_faster(off))
 
 
 def use(
@@ -172,7 +177,8 @@ def _choose(
         include = checked("include", include)
     if not isinstance(exclude, str):
         exclude = checked("exclude", exclude)
-    return _chosen(include, exclude, device, spec.version(), _slots.generation)
+    tables = "" if include is not None else wins.tables_in_use()
+    return _chosen(include, exclude, device, spec.version(), _slots.generation, tables)
 
 
 @lru_cache(maxsize=256)
@@ -182,13 +188,14 @@ def _chosen(
     device: torch.device | str | None,
     version: int,  # of the specs; with `generation` it makes an old answer a miss
     generation: int,
+    tables: str,
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """The keys to turn on, registered, and those to turn off."""
-    del version, generation
+    """What to turn on, registered, and what to turn off, as the gate has it."""
+    del version, generation, tables
     dispatch_key = dispatch_key_of(device)
     off = select("exclude", exclude)
     if include is None:
-        on = spec.default_keys(dispatch_key)
+        on = wins.default_keys(dispatch_key)
     else:
         named = select("include", include)
         on = named & spec.served()
@@ -200,8 +207,8 @@ def _chosen(
                 f"There are {len(spec.served())} such keys in this version.",
             )
     on -= off
-    refused = install(on, dispatch_key)
-    return on.difference(refused), off
+    on = on.difference(install(on, dispatch_key))
+    return gate.if_faster(on) if include is None else on, off | gate.if_faster(off)
 
 
 __all__ = [

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from plait.ops.aten import thread_state
 
 PLAIT = ""  # the reason that stands for a call which plait's own kernel served
 
@@ -165,13 +165,8 @@ def listen(listener: Callable[[str, str, str], None] | None) -> Any:
 
     Returns who heard until now; None for nobody. Hand that back afterwards.
     """
-    here = torch._C._is_key_in_tls(_SLOT)
-    before = torch._C._get_obj_in_tls(_SLOT) if here else None
-    if listener is None:
-        if here:
-            torch._C._remove_obj_from_tls(_SLOT)
-    else:
-        torch._C._stash_obj_in_tls(_SLOT, listener)
+    before = thread_state.get(_SLOT)
+    thread_state.put(_SLOT, listener)
     with _lock:
         WATCHING.listeners += (listener is not None) - (before is not None)
     return before
@@ -179,8 +174,9 @@ def listen(listener: Callable[[str, str, str], None] | None) -> Any:
 
 def tell(key: str, dispatch_key: str, reason: str) -> None:
     """Say to this thread's listener, if it has one, which way a call goes."""
-    if torch._C._is_key_in_tls(_SLOT):
-        torch._C._get_obj_in_tls(_SLOT)(key, dispatch_key, reason)
+    listener = thread_state.get(_SLOT)
+    if listener is not None:
+        listener(key, dispatch_key, reason)
 
 
 __all__ = ["PLAIT", "WATCHING", "Counter", "Report", "Row", "listen", "report", "tell"]

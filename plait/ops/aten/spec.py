@@ -5,6 +5,7 @@ One `OpSpec` is all that an operator needs to be reached through ATen.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,9 +41,9 @@ class OpSpec:
     compute: Callable[..., None] | None = None
     runtime_numbers: tuple[str, ...] = ()
     reference: Callable[..., Any] | None = None
-    wins_on: tuple[str, ...] = ()  # dispatch keys where `enable()` without names turns it on
 
 
+_loading = threading.RLock()
 _specs: dict[str, OpSpec] = {}
 _changes: list[int] = [0]
 caches: list[dict[Any, Any]] = []  # what was decided on the strength of specs
@@ -80,9 +81,14 @@ def decide_anew() -> None:
         each.clear()
 
 
-@cache
 def load_catalog() -> None:
     """Let every operator that ships serve its keys; once, at the first look-up of a name."""
+    with _loading:  # a cache alone would let two threads load, and the second finds keys taken
+        _load_catalog()
+
+
+@cache
+def _load_catalog() -> None:
     from plait.ops.catalog import specs
 
     for each in specs():
@@ -117,12 +123,6 @@ def version() -> int:
     return _changes[0]
 
 
-def default_keys(dispatch_key: str) -> frozenset[str]:
-    """The keys that win on `dispatch_key`, so that they are on without being named."""
-    load_catalog()
-    return frozenset(key for key, spec in _specs.items() if dispatch_key in spec.wins_on)
-
-
 find = _specs.get  # the spec of a key or None: a plain dict's method, every served call asks it
 
 __all__ = [
@@ -130,7 +130,6 @@ __all__ = [
     "add",
     "caches",
     "decide_anew",
-    "default_keys",
     "find",
     "load_catalog",
     "only",

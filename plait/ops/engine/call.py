@@ -16,6 +16,14 @@ import torch
 
 from plait.backends.commands import Launch
 from plait.device import DeviceInfo, device_info
+from plait.runtime.launcher import BoundLaunch
+
+# Why a result of the caller's is ATen's to fill, or to refuse.
+SHARED = "a result that shares memory with another operand"
+OTHER_SHAPE = "a result of another shape"
+OTHER_DTYPE = "a result of another dtype"
+OVERLAPS_ITSELF = "a result that overlaps itself"
+RESULT_REASONS = frozenset((SHARED, OTHER_SHAPE, OTHER_DTYPE, OVERLAPS_ITSELF))
 
 
 class Declined(Exception):
@@ -30,7 +38,8 @@ class Declined(Exception):
 class Number:
     """A number that may differ from call to call of one plan: argument `name`, `value` in this one.
 
-    Only a launch may take it; what an operator decides must not depend on the value.
+    Only a launch may take it; what an operator decides must not depend on the value. A kernel's
+    parameter that gets an integer so is one of its `do_not_specialize`.
     """
 
     name: str
@@ -72,6 +81,7 @@ class Call:
         self.results: list[torch.Tensor | None] = []
         self.scratch: list[torch.Tensor] = []
         self.steps: list[Step] = []
+        self._bound: list[BoundLaunch] | None = None
 
     @property
     def info(self) -> DeviceInfo:
@@ -99,13 +109,13 @@ class Call:
         if index < len(self.given.tensors):
             out = self.given.tensors[index]
             if not self.given.apart:
-                self.decline("a result that shares memory with another operand")
+                self.decline(SHARED)
             if out.shape != torch.Size(shape):
-                self.decline("a result of another shape")
+                self.decline(OTHER_SHAPE)
             if out.dtype != dtype:
-                self.decline("a result of another dtype")
+                self.decline(OTHER_DTYPE)
             if _may_overlap_itself(out):
-                self.decline("a result that overlaps itself")
+                self.decline(OVERLAPS_ITSELF)
         else:
             out = self._new(shape, dtype, strides)
         self.results.append(out)
@@ -129,8 +139,10 @@ class Call:
         *,
         num_warps: int = 4,
         num_stages: int = 3,
+        early: bool = False,
     ) -> None:
-        """Launch a kernel over `grid` blocks, none if it is 0, after those before it.
+        """Launch a kernel over `grid` blocks, none if it is 0, after those before it; `early` as in
+        `Launch`.
 
         Tensors among `args` are arguments of the operator, results and scratch themselves, or
         `Pointer`s to them: no views. Other values are part of the plan, but for `Number`s.
@@ -138,7 +150,7 @@ class Call:
         if grid == 0:
             return
         plain = {name: _plain(value) for name, value in args.items()}
-        launch = Launch(kernel, grid, plain, num_warps=num_warps, num_stages=num_stages)
+        launch = Launch(kernel, grid, plain, num_warps, num_stages, early=early)
         self.steps.append(Step(launch, dict(args)))
 
     def run(self) -> None:
@@ -150,9 +162,14 @@ class Call:
                 interpret(step.launch)
             return
         with torch.cuda.device(self.device):
-            for step in self.steps:
-                launch = step.launch
-                launch.kernel[(launch.grid,)](**launch.args, **launch.options)
+            for each in self.bound():
+                each.launch_as_bound()
+
+    def bound(self) -> list[BoundLaunch]:
+        """The launches in order, compiled; the device is the current one."""
+        if self._bound is None:
+            self._bound = [BoundLaunch(step.launch) for step in self.steps]
+        return self._bound
 
     def _new(
         self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None
@@ -195,4 +212,4 @@ def _may_overlap_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-__all__ = ["Call", "Declined", "Given", "Number", "Pointer", "Step"]
+__all__ = ["RESULT_REASONS", "Call", "Declined", "Given", "Number", "Pointer", "Step"]

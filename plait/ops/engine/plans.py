@@ -20,6 +20,13 @@ from plait.runtime.launcher import BoundLaunch, launches_are_watched
 MAX_PLANS = 4096  # of one overload
 
 
+def remember(known: dict[Any, Any], signature: Any, plan: Callable[..., Any]) -> None:
+    """Keep a plan among those of one overload, of which there is a limited number."""
+    if len(known) >= MAX_PLANS:
+        known.clear()
+    known[signature] = plan
+
+
 class _Names:
     """What stands for a tensor of the recorded call in the generated text."""
 
@@ -58,6 +65,8 @@ def build(
 ) -> Callable[..., Any] | None:
     """The plan of a recorded call, or None where Triton's launcher is not known.
 
+    `named` are the arguments that the call was recorded with, the very objects.
+
     It takes all arguments of the overload positionally, adds 1 to `cell[0]` and returns what the
     overload returns. While somebody watches Triton's launches, `ordinary` runs instead.
     """
@@ -80,8 +89,10 @@ def build(
                 continue  # what the caller has given
             constants[f"_A{variable}"] = (tuple(one.shape), one.stride(), one.dtype)
             lines.append(f"{variable} = _empty(*_A{variable})")
-    for number, step in enumerate(call.steps):
-        line = _launch(number, step, names, constants)
+    with torch.cuda.device(call.device):
+        launches = call.bound()
+    for number, (step, bound) in enumerate(zip(call.steps, launches, strict=True)):
+        line = _launch(number, step, bound, names, constants)
         if line is None:
             return None
         lines.append(line)
@@ -109,9 +120,10 @@ def _returned(result: torch.Tensor | None, names: _Names) -> str:
     return "None" if result is None else names.of(result)
 
 
-def _launch(number: int, step: Step, names: _Names, constants: dict[str, Any]) -> str | None:
+def _launch(
+    number: int, step: Step, bound: BoundLaunch, names: _Names, constants: dict[str, Any]
+) -> str | None:
     """The line of one launch; what stays the same goes into constants."""
-    bound = BoundLaunch(step.launch)
     if bound.raw is None:
         return None
     parameters = step.launch.kernel.arg_names
@@ -121,6 +133,9 @@ def _launch(number: int, step: Step, names: _Names, constants: dict[str, Any]) -
     for place, name in enumerate(parameters, first):
         value = step.args.get(name)
         if isinstance(value, Number):
+            assert isinstance(value.value, float) or _never_specialized(step, name), (
+                f"{name} of {step.launch.kernel} may differ from call to call"
+            )
             changing[place] = names.number(value)
         elif isinstance(value, Pointer):
             offset = value.offset * (value.dtype or value.tensor.dtype).itemsize
@@ -128,17 +143,29 @@ def _launch(number: int, step: Step, names: _Names, constants: dict[str, Any]) -
             changing[place] = f"{names.of(value.tensor)}.data_ptr() + _O{number}_{place}"
         elif isinstance(value, torch.Tensor):
             changing[place] = f"{names.of(value)}.data_ptr()"
-    constants[f"_launch{number}"] = bound.raw
+    constants[f"_launch{number}"] = bound.native
     constants[f"_kept{number}"] = bound.compiled
-    parts, begin = [], 0
-    for place in (*sorted(changing), len(flat)):
-        if place > begin:
-            constants[f"_C{number}_{begin}"] = tuple(flat[begin:place])
-            parts.append(f"*_C{number}_{begin}")
-        if place < len(flat):
-            parts.append(changing[place])
-        begin = place + 1
-    return f"_launch{number}({', '.join(parts)})"
+
+    def listed(begin: int, end: int) -> str:
+        """These arguments: constants in runs, and what changes by its expression."""
+        parts = []
+        for place in (*sorted(each for each in changing if begin <= each < end), end):
+            if place > begin:
+                constants[f"_C{number}_{begin}"] = tuple(flat[begin:place])
+                parts.append(f"*_C{number}_{begin}")
+            if place < end:
+                parts.append(changing[place])
+            begin = place + 1
+        return "".join(f"{each}, " for each in parts)
+
+    if bound.split is None:
+        return f"_launch{number}({listed(0, len(flat))})"
+    return f"_launch{number}({listed(0, bound.split)}({listed(bound.split, len(flat))}))"
+
+
+def _never_specialized(step: Step, name: str) -> bool:
+    """Whether Triton compiles the same kernel for all integers in this place."""
+    return any(each.name == name and each.do_not_specialize for each in step.launch.kernel.params)
 
 
 @lru_cache(maxsize=1024)
@@ -181,4 +208,4 @@ def _empty_strided() -> Callable[..., Any]:
     return empty
 
 
-__all__ = ["MAX_PLANS", "build", "fallback"]
+__all__ = ["MAX_PLANS", "build", "fallback", "remember"]

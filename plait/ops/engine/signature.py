@@ -1,7 +1,8 @@
 """The arguments of an ATen overload: which are tensors, which are written, and their signature.
 
 A signature holds all that a launch plan depends on. Of a tensor: class, shape, stride, dtype,
-device index and the address modulo 16; of everything else the value; of a runtime number its class.
+device index and the address modulo 16; of everything else the value; of a runtime number its class;
+of what is written whether it lies apart from all operands.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from plait.ops.engine.call import Given
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument: `kind` is tensor, tensors, numbers (a list) or value."""
+    """One argument: `kind` is tensor, tensors, numbers (a list), float or value."""
 
     name: str
     kind: str
@@ -58,10 +59,20 @@ class Schema:
         return found
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """All arguments by name, left out ones with their defaults."""
+        """All arguments by name, left out ones with their defaults.
+
+        Every tensor is an object of its own, also where one was given twice: which argument a
+        kernel reads is then told by the object, and a plan of `dot(x, x)` serves `dot(x, y)`.
+        """
         named = {each.name: each.default for each in self.arguments}
         named.update(zip((each.name for each in self.arguments), args, strict=False))
         named.update(kwargs)
+        seen: set[int] = set()
+        for each in self.arguments:
+            if each.kind == "tensor":
+                named[each.name] = _own(named[each.name], seen)
+            elif each.kind == "tensors" and named[each.name] is not None:
+                named[each.name] = [_own(one, seen) for one in named[each.name]]
         return named
 
     def split(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -72,13 +83,16 @@ class Schema:
 
     def given(self, named: Mapping[str, Any]) -> Given:
         """What the overload writes into."""
-        if self.inplace is not None:
-            return Given((named[self.inplace.name],), inplace=True)
-        outs = tuple(named[each.name] for each in self.outs)
+        outs = tuple(named[each.name] for each in self._results)
         if not outs:
             return Given()
-        operands = self.tensors_of({**named, **{each.name: None for each in self.outs}})
-        return Given(outs, apart=apart(outs, operands))
+        operands = self.tensors_of({**named, **{each.name: None for each in self._results}})
+        return Given(outs, inplace=self.inplace is not None, apart=apart(outs, operands))
+
+    @property
+    def _results(self) -> tuple[Argument, ...]:
+        """The arguments that results are written into."""
+        return self.outs if self.inplace is None else (self.inplace,)
 
     # --- pieces of generated code
     @property
@@ -109,15 +123,29 @@ class Schema:
     def signature(self, runtime: Collection[str], lazy: bool) -> str:
         """The expression of a call's signature; `lazy`: conjugated and negated views may come."""
         parts = [_signature_of(each, each.name in runtime, lazy) for each in self.arguments]
-        if self.outs:
-            outs = ", ".join(each.variable for each in self.outs)
-            operands = ", ".join(
-                f"*{each.variable}" if each.kind == "tensors" else each.variable
-                for each in self.inputs
-                if each.kind in ("tensor", "tensors")
-            )
-            parts.append(f"_apart([{outs}], [{operands}])")
+        results = self._results
+        operands = [
+            f"*{each.variable}" if each.kind == "tensors" else each.variable
+            for each in self.arguments
+            if each.kind in ("tensor", "tensors") and each not in results
+        ]
+        if len(results) > 1 or (results and operands):
+            outs = ", ".join(each.variable for each in results)
+            parts.append(f"_apart([{outs}], [{', '.join(operands)}])")
         return f"({', '.join(parts)}, _default_dtype())"
+
+
+# Types of ATen's schemas whose values may be -0.0, which equals 0.0.
+_FLOATS = ("float", "number", "Optional[float]", "Optional[number]")
+
+
+def _own(tensor: Any, seen: set[int]) -> Any:
+    """The tensor, or an alias of it if it was seen before."""
+    if isinstance(tensor, torch.Tensor):
+        if id(tensor) in seen:
+            return torch.ops.aten.alias(tensor)
+        seen.add(id(tensor))
+    return tensor
 
 
 def _argument(each: Any) -> Argument:
@@ -126,8 +154,10 @@ def _argument(each: Any) -> Argument:
         name = "tensor"
     elif "Tensor" in kind:
         name = "tensors"
+    elif "List" in kind:
+        name = "numbers"
     else:
-        name = "numbers" if "List" in kind else "value"
+        name = "float" if kind in _FLOATS else "value"
     written = each.alias_info is not None and each.alias_info.is_write
     has_default = each.has_default_value()
     default = each.default_value if has_default else None
@@ -150,6 +180,8 @@ def _signature_of(argument: Argument, runtime: bool, lazy: bool) -> str:
         return f"_signature_of_list({name})"
     if argument.kind == "numbers":
         return f"None if {name} is None else tuple({name})"
+    if argument.kind == "float":
+        return f"{name}.__class__, {name} or str({name})"
     return f"{name}.__class__, {name}"
 
 

@@ -11,9 +11,9 @@ from plait.ops.aten import registration, spec
 class Marked:
     """Serves `keys` with a result that no ATen kernel gives, and remembers its calls."""
 
-    def __init__(self, *keys, supports=lambda *args, **kwargs: "", run=None):
+    def __init__(self, *keys, supports=lambda *args, **kwargs: "", run=None, name="marked"):
         self.calls = []
-        self.spec = spec.OpSpec("marked", keys, run=run or self._run, supports=supports)
+        self.spec = spec.OpSpec(name, keys, run=run or self._run, supports=supports)
         spec.add(self.spec)
 
     def _run(self, *args, **kwargs):
@@ -24,14 +24,14 @@ class Marked:
 
 @pytest.fixture
 def marked():
-    """`marked(*keys, supports=, run=)` makes one; afterwards it is gone, and every override too."""
-    made = []
+    """`marked(*keys, supports=, run=)` makes one; they are the only operators of plait meanwhile.
+
+    Afterwards they are gone, and every override too.
+    """
 
     def make(*keys, **options):
-        made.append(Marked(*keys, **options))
-        return made[-1]
+        return Marked(*keys, **options)
 
-    yield make
-    registration.uninstall()
-    for each in made:
-        spec.remove(each.spec)
+    with spec.only():
+        yield make
+        registration.uninstall()

@@ -66,44 +66,74 @@ def _runs(info, dtype, kind, count, device):
     seed_all(0)
     grad = kind == "backward"
     samples = info.sample_inputs(device, dtype, requires_grad=grad)
-    for index, sample in enumerate(_spread(samples, count)):
+    for index, sample in enumerate(spread(samples, count)):
         seed_all(index)
         label = (title(info), str(dtype), kind, index)
         yield (*label, outcome(lambda sample=sample: _run(info, kind, sample)))
 
 
-def _spread(samples, count):
+def spread(samples, count):
     """`count` of the first samples, spread over four times as many: edge cases come late."""
-    return list(itertools.islice(samples, 0, 4 * count, 4))
+    return list(samples) if count is None else list(itertools.islice(samples, 0, 4 * count, 4))
 
 
 def _run(info, kind, sample):
-    args, kwargs = (sample.input, *sample.args), sample.kwargs
-    if kind == "forward":
-        return seen(info.op(*args, **kwargs), (args, kwargs))
-    if kind == "inplace":
-        if not isinstance(sample.input, torch.Tensor):
-            return "no tensor"
-        written = sample.input.detach().clone()
-        result = info.inplace_variant(written, *sample.args, **kwargs)
-        return result is written, seen(written, (sample.args, kwargs))
     if kind == "out":
-        leaves, form = pytree.tree_flatten(info.op(*args, **kwargs))
-        return [_out(info, args, kwargs, leaves, form, make) for make in OUTS]
-    result = info.op(*args, **kwargs)
-    outputs = [each for each in pytree.tree_leaves(result) if _has_grad(each)]
-    inputs = [each for each in pytree.tree_leaves((args, kwargs)) if _has_grad(each)]
+        result = info.op(sample.input, *sample.args, **sample.kwargs)
+        outs = [pytree.tree_map(make, result) for make in OUTS]
+        return [outcome(lambda out=out: _described(*run_out(info, sample, out))) for out in outs]
+    if kind == "inplace" and not isinstance(sample.input, torch.Tensor):
+        return "no tensor"
+    ran = {"forward": run_forward, "inplace": run_inplace, "backward": run_backward}[kind](
+        info, sample
+    )
+    return ran if ran == NO_GRADIENT else _described(*ran)
+
+
+def _described(values, inputs, facts):
+    return seen(values, inputs), facts
+
+
+# What a sample gives: the values, the inputs whose memory they may be, and facts beside them.
+def run_forward(info, sample):
+    args = (sample.input, *sample.args)
+    return info.op(*args, **sample.kwargs), (args, sample.kwargs), ()
+
+
+def run_inplace(info, sample):
+    written = sample.input.detach().clone()
+    result = info.inplace_variant(written, *sample.args, **sample.kwargs)
+    return written, (sample.args, sample.kwargs), result is written
+
+
+def run_out(info, sample, out):
+    seed_all(7)
+    args = (sample.input, *sample.args)
+    result = info.op(*args, **sample.kwargs, out=out)
+    pairs = zip(pytree.tree_leaves(result), pytree.tree_leaves(out), strict=True)
+    return out, (args, sample.kwargs), [a is b for a, b in pairs]
+
+
+NO_GRADIENT = "no gradient"
+
+
+def run_backward(info, sample):
+    result, given, _ = run_forward(info, sample)
+    outputs, inputs = with_grad(result), with_grad(given)
     if not outputs or not inputs:
-        return "no gradient"
+        return NO_GRADIENT
     loss = [each.abs().sum() if each.is_complex() else each.sum() for each in outputs]
     grads = torch.autograd.grad(loss, inputs, allow_unused=True)
-    return seen((outputs, grads), inputs), [type(each.grad_fn).__name__ for each in outputs]
+    return (outputs, grads), inputs, [type(each.grad_fn).__name__ for each in outputs]
 
 
-def _has_grad(value) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
+def with_grad(values) -> list:
+    """The tensors among `values` that require a gradient."""
+    leaves = pytree.tree_leaves(values)
+    return [each for each in leaves if isinstance(each, torch.Tensor) and each.requires_grad]
 
 
+# What `out=` may be given, made of a result: what fits, and what does not.
 OUTS = (
     lambda t: t.clone().fill_(1),
     lambda t: t.new_empty(0),
@@ -113,25 +143,11 @@ OUTS = (
 )
 
 
-def _out(info, args, kwargs, leaves, form, make):
-    out = pytree.tree_unflatten([make(each) for each in leaves], form)
-
-    def call():
-        seed_all(7)
-        result = info.op(*args, **kwargs, out=out)
-        same = [
-            a is b for a, b in zip(pytree.tree_leaves(result), pytree.tree_leaves(out), strict=True)
-        ]
-        return same, seen(out, (args, kwargs))
-
-    return outcome(call)
-
-
 def _wrong(info, dtype, count, device):
     if info.error_inputs_func is None or dtype is not torch.float32:
         return
     seed_all(0)
-    for index, each in enumerate(_spread(info.error_inputs(device), count)):
+    for index, each in enumerate(spread(info.error_inputs(device), count)):
         sample = each.sample_input
         run = lambda sample=sample: _run(info, "forward", sample)  # noqa: E731
         yield (title(info), str(dtype), "wrong", index, outcome(run))
@@ -150,25 +166,56 @@ def outcome(function):
 
 def seen(values, inputs) -> list:
     """A description of each leaf of `values`, and which of `inputs` its memory belongs to."""
-    memory = {
+    memory = memory_of(inputs)
+    return [(*form(each, memory), digest(each)) for each in pytree.tree_leaves(values)]
+
+
+def memory_of(inputs) -> dict:
+    """The number of an input by the address of its memory."""
+    return {
         each.untyped_storage().data_ptr(): index
         for index, each in enumerate(pytree.tree_leaves(inputs))
         if isinstance(each, torch.Tensor) and each.layout is torch.strided and each.numel()
     }
-    return [_leaf(each, memory) for each in pytree.tree_leaves(values)]
 
 
-def _leaf(value, memory):
+def form(value, memory) -> tuple:
+    """All of a leaf but its values."""
     if not isinstance(value, torch.Tensor):
-        return repr(value)
+        return (repr(value),)
     if value.layout is not torch.strided:
         return str(value.layout), str(value.dtype), tuple(value.shape)
     shares = memory.get(value.untyped_storage().data_ptr(), -1) if value.numel() else -1
-    plain = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    bits = plain.view(torch.uint8).cpu().numpy().tobytes() if plain.numel() else b""
     marks = (value.requires_grad, value.is_conj(), value.is_neg(), value.storage_offset())
-    digest = hashlib.md5(bits, usedforsecurity=False).hexdigest()
-    return str(value.dtype), tuple(value.shape), value.stride(), shares, marks, digest
+    return str(value.dtype), tuple(value.shape), value.stride(), shares, marks
 
 
-__all__ = ["entries", "outcome", "records", "seed_all", "seen", "title"]
+def digest(value) -> str:
+    """The values of a leaf."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return ""
+    plain = value.detach().resolve_conj().resolve_neg().reshape(-1)
+    plain = plain.clone(memory_format=torch.contiguous_format)
+    bits = plain.view(torch.uint8).cpu().numpy().tobytes() if plain.numel() else b""
+    return hashlib.md5(bits, usedforsecurity=False).hexdigest()
+
+
+__all__ = [
+    "NO_GRADIENT",
+    "OUTS",
+    "digest",
+    "entries",
+    "form",
+    "memory_of",
+    "outcome",
+    "records",
+    "run_backward",
+    "run_forward",
+    "run_inplace",
+    "run_out",
+    "seed_all",
+    "seen",
+    "spread",
+    "title",
+    "with_grad",
+]
