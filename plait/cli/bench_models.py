@@ -76,7 +76,7 @@ def bench_models(names: tuple[str, ...], *, turns: int = 7, json_file: Path | No
         if name not in MODELS:
             raise ArgumentError("names", f"some of {', '.join(MODELS)}", repr(name))
     try:
-        import transformers
+        import transformers  # type: ignore[import-not-found]
     except ImportError:
         raise MissingDependencyError(
             "transformers", "plait bench models", "pip install transformers"
@@ -183,7 +183,7 @@ def llama_decode(
 ) -> Any:
     """Batch 1, one token a step, after a prompt of 64; grouped-query attention, bf16."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM  # type: ignore[import-not-found]
 
     torch.manual_seed(_SEED)
     config = LlamaConfig(
@@ -218,7 +218,7 @@ def bert_forward(
 ) -> Any:
     """BERT-base's encoder on `batch` sequences of `length`, bf16."""
     import torch
-    from transformers import BertConfig, BertModel
+    from transformers import BertConfig, BertModel  # type: ignore[import-not-found]
 
     torch.manual_seed(_SEED)
     config = BertConfig(num_hidden_layers=layers)
