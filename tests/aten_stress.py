@@ -65,6 +65,7 @@ class Stress:
                 plait.disable(self.keys[-1])
                 plait.disable()
             self.flips += 1
+            time.sleep(1e-4)  # else the others wait for Python's lock, 5 ms every time
 
     def compute(self, number: int) -> None:
         x = torch.arange(64.0, device=self.device).view(8, 8) / 64
@@ -72,7 +73,7 @@ class Stress:
         def once() -> list[torch.Tensor]:
             w = x.clone().requires_grad_()
             y = torch.softmax(w @ x + 1, 0) * x + w
-            loss = torch.nn.functional.layer_norm(y, (8,)).square().sum() + y.sum()
+            loss = (torch.nn.functional.layer_norm(y, (8,)) * x).sum() + y.sum()
             loss.backward()
             return [loss.detach(), w.grad]
 
@@ -115,7 +116,7 @@ def main(seconds: str, device: str, kind: str) -> None:
         stress = Stress(float(seconds), where, keys)
         stress.run()
         served = plait.report().served
-    assert not stress.wrong, stress.wrong[:2]
+    assert not stress.wrong, (len(stress.wrong), stress.passes, stress.wrong[0])
     assert min(stress.passes) > 5, stress.passes
     assert stress.flips > 5, stress.flips
     assert served > 0
