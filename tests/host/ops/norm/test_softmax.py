@@ -22,8 +22,8 @@ FORCED = {
     "step by step": (2, 4, 0),
     "many rows": (16, 2, 0),
     "in chunks": (2, 4, 2),
-    "one row": (1, 4, 0),
-    "one row in chunks": (1, 4, 2),
+    "one row": (1, 8, 0),
+    "one row in chunks": (1, 8, 1),
 }
 
 
