@@ -118,6 +118,7 @@ def uninstall() -> None:
             _slots.library._destroy()
         _slots.library = None
         _slots.originals.clear()
+        spec.caches.clear()  # of slots that are gone; plans keep compiled kernels alive
         _slots.generation += 1
 
 

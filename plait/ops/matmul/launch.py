@@ -124,7 +124,7 @@ def plan_matmul(
         "FLATTEN": config.flatten,
         "PRECISION": precision or dot_precision(x.dtype),
         "EARLY": chained or (config.desc and split_tiles > 0),
-        "FP8_STEP": _fp8_step(x, out, fast_accum, config),
+        "FP8_STEP": fp8_step(x, out, fast_accum, config),
     }
     if out_desc:
         args["out_ptr"] = out_descriptor(out, config, len(weights))
@@ -173,7 +173,7 @@ def _sum_splits(
     return Launch(_sum_splits_kernel, grid, args, num_warps=4, num_stages=1, early=config.desc)
 
 
-def _fp8_step(x: torch.Tensor, out: torch.Tensor, fast_accum: bool, config: Config) -> int:
+def fp8_step(x: torch.Tensor, out: torch.Tensor, fast_accum: bool, config: Config) -> int:
     """After how many products fp8 sums move to fp32, a multiple of block_k; 0: never."""
     if x.dtype not in FP8_DTYPES or fast_accum:
         return 0
@@ -274,4 +274,4 @@ def _scale_strides(
     return {f"stride_{name}b": batch, f"stride_{name}{row}": rows, f"stride_{name}k": blocks}
 
 
-__all__ = ["Scaling", "plan_matmul"]
+__all__ = ["Scaling", "fp8_step", "plan_matmul"]

@@ -10,9 +10,11 @@ import triton.language as tl
 from plait.ops.norm.batch_norm_kernels import (
     both_axes,
     channels_of,
+    load_tile,
     per_channel,
+    store_tile,
+    sum_of_parts,
     tile_of,
-    tile_place,
 )
 from plait.ops.norm.layer_norm_kernels import inverse_root
 
@@ -53,34 +55,14 @@ def batch_gradient_sums_kernel(
     for tile in range(part, num_tiles, num_parts):
         sample, place, mask, _ = tile_of(tile, samples, space, SAMPLES, SPACE, WIDE)
         mask = mask & mask_c[:, None, None]
-        offsets = tile_place(
-            channels,
-            sample,
-            place,
-            c1,
-            x_sc,
-            x_sn,
-            x_s0,
-            x_s1,
-            COLUMN_DIMS,
-            CHANNEL_UNIT,
-            SPACE_UNIT,
-        )
-        x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(ACC)
-        offsets = tile_place(
-            channels,
-            sample,
-            place,
-            c1,
-            dy_sc,
-            dy_sn,
-            dy_s0,
-            dy_s1,
-            COLUMN_DIMS,
-            CHANNEL_UNIT,
-            SPACE_UNIT,
-        )
-        dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(ACC)
+        x = load_tile(
+            x_ptr, mask, channels, sample, place, c1, x_sc, x_sn, x_s0, x_s1,
+            COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT, ACC,
+        )  # fmt: skip
+        dy = load_tile(
+            dy_ptr, mask, channels, sample, place, c1, dy_sc, dy_sn, dy_s0, dy_s1,
+            COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT, ACC,
+        )  # fmt: skip
         totals += dy
         products += tl.where(mask, dy * (x - mean[:, None, None]), 0.0)
     out = partial_ptr + part * num_channels + channels
@@ -113,43 +95,20 @@ def batch_gradient_kernel(
     if WHOLE:
         sample, place, mask, _ = tile_of(0, samples, space, SAMPLES, SPACE, WIDE)
         mask = mask & exists
-        offsets = tile_place(
-            channels,
-            sample,
-            place,
-            c1,
-            x_sc,
-            x_sn,
-            x_s0,
-            x_s1,
-            COLUMN_DIMS,
-            CHANNEL_UNIT,
-            SPACE_UNIT,
-        )
-        x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(ACC)
-        offsets = tile_place(
-            channels,
-            sample,
-            place,
-            c1,
-            dy_sc,
-            dy_sn,
-            dy_s0,
-            dy_s1,
-            COLUMN_DIMS,
-            CHANNEL_UNIT,
-            SPACE_UNIT,
-        )
-        dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(ACC)
+        x = load_tile(
+            x_ptr, mask, channels, sample, place, c1, x_sc, x_sn, x_s0, x_s1,
+            COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT, ACC,
+        )  # fmt: skip
+        dy = load_tile(
+            dy_ptr, mask, channels, sample, place, c1, dy_sc, dy_sn, dy_s0, dy_s1,
+            COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT, ACC,
+        )  # fmt: skip
         product = both_axes(tl.where(mask, dy * (x - mean[:, None, None]), 0.0)) * rstd
         total = both_axes(dy)
     elif SUMS:
-        parts = tl.arange(0, PARTS)
-        found = partial_ptr + parts[None, :] * num_channels + channels[:, None]
-        mask_p = mask_c[:, None] & (parts < num_parts)[None, :]
-        product = tl.sum(tl.load(found, mask=mask_p, other=0.0), axis=1)
-        found += num_parts * num_channels
-        total = tl.sum(tl.load(found, mask=mask_p, other=0.0), axis=1)
+        product = sum_of_parts(partial_ptr, channels, mask_c, num_parts, num_channels, PARTS)
+        second = partial_ptr + num_parts * num_channels
+        total = sum_of_parts(second, channels, mask_c, num_parts, num_channels, PARTS)
     if block == 0:
         if DWEIGHT:
             tl.store(dweight_ptr + channels * dweight_step, product, mask=mask_c)
@@ -167,53 +126,24 @@ def batch_gradient_kernel(
             sample, place, mask, _ = tile_of(tile, samples, space, SAMPLES, SPACE, WIDE)
             mask = mask & exists
             if not WHOLE:
-                offsets = tile_place(
-                    channels,
-                    sample,
-                    place,
-                    c1,
-                    dy_sc,
-                    dy_sn,
-                    dy_s0,
-                    dy_s1,
-                    COLUMN_DIMS,
-                    CHANNEL_UNIT,
-                    SPACE_UNIT,
-                )
-                dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(ACC)
+                dy = load_tile(
+                    dy_ptr, mask, channels, sample, place, c1, dy_sc, dy_sn, dy_s0, dy_s1,
+                    COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT, ACC,
+                )  # fmt: skip
             dx = dy
             if TRAIN:
                 if not WHOLE:
-                    offsets = tile_place(
-                        channels,
-                        sample,
-                        place,
-                        c1,
-                        x_sc,
-                        x_sn,
-                        x_s0,
-                        x_s1,
-                        COLUMN_DIMS,
-                        CHANNEL_UNIT,
-                        SPACE_UNIT,
-                    )
-                    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(ACC)
+                    x = load_tile(
+                        x_ptr, mask, channels, sample, place, c1, x_sc, x_sn, x_s0, x_s1,
+                        COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT, ACC,
+                    )  # fmt: skip
                 distance = x - mean[:, None, None]
                 dx = dy - offset[:, None, None] - distance * slope[:, None, None]
-            offsets = tile_place(
-                channels,
-                sample,
-                place,
-                c1,
-                dx_sc,
-                dx_sn,
-                dx_s0,
-                dx_s1,
-                COLUMN_DIMS,
-                CHANNEL_UNIT,
-                SPACE_UNIT,
-            )
-            tl.store(dx_ptr + offsets, dx * scale[:, None, None], mask=mask)
+            store_tile(
+                dx_ptr, dx * scale[:, None, None], mask, channels, sample, place, c1,
+                dx_sc, dx_sn, dx_s0, dx_s1,
+                COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT,
+            )  # fmt: skip
 
 
 __all__ = ["batch_gradient_kernel", "batch_gradient_sums_kernel"]

@@ -51,6 +51,42 @@ def tile_place(
 
 
 @triton.jit
+def load_tile(
+    ptr, mask, channel, sample, place, c1, sc, sn, s0, s1,
+    COLUMN_DIMS: tl.constexpr, CHANNEL_UNIT: tl.constexpr, SPACE_UNIT: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """A tile in ACC; 0 where `mask` has none."""
+    offsets = tile_place(
+        channel, sample, place, c1, sc, sn, s0, s1, COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT
+    )
+    return tl.load(ptr + offsets, mask=mask, other=0.0).to(ACC)
+
+
+@triton.jit
+def store_tile(
+    ptr, tile, mask, channel, sample, place, c1, sc, sn, s0, s1,
+    COLUMN_DIMS: tl.constexpr, CHANNEL_UNIT: tl.constexpr, SPACE_UNIT: tl.constexpr,
+):  # fmt: skip
+    """Store a tile where `mask` allows it."""
+    offsets = tile_place(
+        channel, sample, place, c1, sc, sn, s0, s1, COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT
+    )
+    tl.store(ptr + offsets, tile, mask=mask)
+
+
+@triton.jit
+def sum_of_parts(
+    partial_ptr, channels, mask, num_parts, num_channels, PARTS: tl.constexpr
+):  # fmt: skip
+    """The sum of a channel from those of its parts, (num_parts, C) in memory."""
+    parts = tl.arange(0, PARTS)
+    found = partial_ptr + parts[None, :] * num_channels + channels[:, None]
+    both = mask[:, None] & (parts < num_parts)[None, :]
+    return tl.sum(tl.load(found, mask=both, other=0.0), axis=1)
+
+
+@triton.jit
 def per_channel(ptr, step, channels, mask, ACC: tl.constexpr):
     """One value a channel, to be used with a tile."""
     return tl.load(ptr + channels * step, mask=mask, other=0.0).to(ACC)
@@ -102,10 +138,10 @@ def batch_moments_kernel(
     channels, mask_c = channels_of(tl.program_id(0) // num_parts, num_channels, CHANNELS, WIDE)
     exists = mask_c[:, None, None]
     sample, place, mask, count = tile_of(part, samples, space, SAMPLES, SPACE, WIDE)
-    offsets = tile_place(
-        channels, sample, place, c1, x_sc, x_sn, x_s0, x_s1, COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT
-    )
-    x = tl.load(x_ptr + offsets, mask=mask & exists, other=0.0).to(ACC)
+    x = load_tile(
+        x_ptr, mask & exists, channels, sample, place, c1, x_sc, x_sn, x_s0, x_s1,
+        COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT, ACC,
+    )  # fmt: skip
     # Rounded to what x is stored as, so that distances from it are exact for most of x.
     shift = (both_axes(x) / count).to(x_ptr.dtype.element_ty).to(ACC)
     sums = tl.zeros((CHANNELS, SAMPLES, SPACE), ACC)
@@ -114,20 +150,10 @@ def batch_moments_kernel(
     for tile in range(part, num_tiles, num_parts):
         sample, place, mask, count = tile_of(tile, samples, space, SAMPLES, SPACE, WIDE)
         total += count
-        offsets = tile_place(
-            channels,
-            sample,
-            place,
-            c1,
-            x_sc,
-            x_sn,
-            x_s0,
-            x_s1,
-            COLUMN_DIMS,
-            CHANNEL_UNIT,
-            SPACE_UNIT,
-        )
-        x = tl.load(x_ptr + offsets, mask=mask & exists, other=0.0).to(ACC)
+        x = load_tile(
+            x_ptr, mask & exists, channels, sample, place, c1, x_sc, x_sn, x_s0, x_s1,
+            COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT, ACC,
+        )  # fmt: skip
         distance = tl.where(mask, x - shift[:, None, None], 0.0)
         sums += distance
         squares += distance * distance
@@ -163,20 +189,10 @@ def batch_norm_kernel(
     number = tl.full((), samples * space, ACC)
     if WHOLE:
         sample, place, mask, _ = tile_of(0, samples, space, SAMPLES, SPACE, WIDE)
-        offsets = tile_place(
-            channels,
-            sample,
-            place,
-            c1,
-            x_sc,
-            x_sn,
-            x_s0,
-            x_s1,
-            COLUMN_DIMS,
-            CHANNEL_UNIT,
-            SPACE_UNIT,
-        )
-        x = tl.load(x_ptr + offsets, mask=mask & exists, other=0.0).to(ACC)
+        x = load_tile(
+            x_ptr, mask & exists, channels, sample, place, c1, x_sc, x_sn, x_s0, x_s1,
+            COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT, ACC,
+        )  # fmt: skip
         mean = both_axes(x) / number
         distance = tl.where(mask, x - mean[:, None, None], 0.0)
         squares = both_axes(distance * distance)
@@ -213,35 +229,15 @@ def batch_norm_kernel(
         sample, place, mask, _ = tile_of(tile, samples, space, SAMPLES, SPACE, WIDE)
         inside = mask & exists
         if not WHOLE:
-            offsets = tile_place(
-                channels,
-                sample,
-                place,
-                c1,
-                x_sc,
-                x_sn,
-                x_s0,
-                x_s1,
-                COLUMN_DIMS,
-                CHANNEL_UNIT,
-                SPACE_UNIT,
-            )
-            x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(ACC)
+            x = load_tile(
+                x_ptr, inside, channels, sample, place, c1, x_sc, x_sn, x_s0, x_s1,
+                COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT, ACC,
+            )  # fmt: skip
         y = (x - mean[:, None, None]) * scale[:, None, None] + bias[:, None, None]
-        offsets = tile_place(
-            channels,
-            sample,
-            place,
-            c1,
-            y_sc,
-            y_sn,
-            y_s0,
-            y_s1,
-            COLUMN_DIMS,
-            CHANNEL_UNIT,
-            SPACE_UNIT,
-        )
-        tl.store(y_ptr + offsets, y, mask=inside)
+        store_tile(
+            y_ptr, y, inside, channels, sample, place, c1, y_sc, y_sn, y_s0, y_s1,
+            COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT,
+        )  # fmt: skip
 
 
 __all__ = [
@@ -249,7 +245,9 @@ __all__ = [
     "batch_norm_kernel",
     "both_axes",
     "channels_of",
+    "load_tile",
     "per_channel",
+    "store_tile",
+    "sum_of_parts",
     "tile_of",
-    "tile_place",
 ]

@@ -9,9 +9,11 @@ import triton.language as tl
 from plait.ops.norm.batch_norm_kernels import (
     both_axes,
     channels_of,
+    load_tile,
     per_channel,
+    store_tile,
+    sum_of_parts,
     tile_of,
-    tile_place,
 )
 
 
@@ -32,49 +34,18 @@ def weight_sums_kernel(
     for tile in range(part, num_tiles, num_parts):
         sample, place, mask, _ = tile_of(tile, samples, space, SAMPLES, SPACE, WIDE)
         mask = mask & mask_c[:, None, None]
-        offsets = tile_place(
-            channels,
-            sample,
-            place,
-            c1,
-            v_sc,
-            v_sn,
-            v_s0,
-            v_s1,
-            COLUMN_DIMS,
-            CHANNEL_UNIT,
-            SPACE_UNIT,
-        )
-        v = tl.load(v_ptr + offsets, mask=mask, other=0.0).to(ACC)
+        v = load_tile(
+            v_ptr, mask, channels, sample, place, c1, v_sc, v_sn, v_s0, v_s1,
+            COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT, ACC,
+        )  # fmt: skip
         other = v
         if GRADIENT:
-            offsets = tile_place(
-                channels,
-                sample,
-                place,
-                c1,
-                dw_sc,
-                dw_sn,
-                dw_s0,
-                dw_s1,
-                COLUMN_DIMS,
-                CHANNEL_UNIT,
-                SPACE_UNIT,
-            )
-            other = tl.load(dw_ptr + offsets, mask=mask, other=0.0).to(ACC)
+            other = load_tile(
+                dw_ptr, mask, channels, sample, place, c1, dw_sc, dw_sn, dw_s0, dw_s1,
+                COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT, ACC,
+            )  # fmt: skip
         sums += v * other
     tl.store(partial_ptr + part * num_channels + channels, both_axes(sums), mask=mask_c)
-
-
-@triton.jit
-def sum_of_parts(
-    partial_ptr, channels, mask, num_parts, num_channels, PARTS: tl.constexpr
-):  # fmt: skip
-    """The sum of a channel from those of its parts."""
-    parts = tl.arange(0, PARTS)
-    found = partial_ptr + parts[None, :] * num_channels + channels[:, None]
-    both = mask[:, None] & (parts < num_parts)[None, :]
-    return tl.sum(tl.load(found, mask=both, other=0.0), axis=1)
 
 
 @triton.jit
@@ -93,20 +64,10 @@ def weight_norm_kernel(
     exists = mask_c[:, None, None]
     if WHOLE:
         sample, place, mask, _ = tile_of(0, samples, space, SAMPLES, SPACE, WIDE)
-        offsets = tile_place(
-            channels,
-            sample,
-            place,
-            c1,
-            v_sc,
-            v_sn,
-            v_s0,
-            v_s1,
-            COLUMN_DIMS,
-            CHANNEL_UNIT,
-            SPACE_UNIT,
-        )
-        v = tl.load(v_ptr + offsets, mask=mask & exists, other=0.0).to(ACC)
+        v = load_tile(
+            v_ptr, mask & exists, channels, sample, place, c1, v_sc, v_sn, v_s0, v_s1,
+            COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT, ACC,
+        )  # fmt: skip
         squares = both_axes(v * v)
     else:
         squares = sum_of_parts(partial_ptr, channels, mask_c, num_parts, num_channels, PARTS)
@@ -118,34 +79,14 @@ def weight_norm_kernel(
         sample, place, mask, _ = tile_of(tile, samples, space, SAMPLES, SPACE, WIDE)
         inside = mask & exists
         if not WHOLE:
-            offsets = tile_place(
-                channels,
-                sample,
-                place,
-                c1,
-                v_sc,
-                v_sn,
-                v_s0,
-                v_s1,
-                COLUMN_DIMS,
-                CHANNEL_UNIT,
-                SPACE_UNIT,
-            )
-            v = tl.load(v_ptr + offsets, mask=inside, other=0.0).to(ACC)
-        offsets = tile_place(
-            channels,
-            sample,
-            place,
-            c1,
-            w_sc,
-            w_sn,
-            w_s0,
-            w_s1,
-            COLUMN_DIMS,
-            CHANNEL_UNIT,
-            SPACE_UNIT,
-        )
-        tl.store(w_ptr + offsets, v * scale, mask=inside)
+            v = load_tile(
+                v_ptr, inside, channels, sample, place, c1, v_sc, v_sn, v_s0, v_s1,
+                COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT, ACC,
+            )  # fmt: skip
+        store_tile(
+            w_ptr, v * scale, inside, channels, sample, place, c1, w_sc, w_sn, w_s0, w_s1,
+            COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -166,34 +107,14 @@ def weight_norm_backward_kernel(
     if WHOLE:
         sample, place, mask, _ = tile_of(0, samples, space, SAMPLES, SPACE, WIDE)
         mask = mask & exists
-        offsets = tile_place(
-            channels,
-            sample,
-            place,
-            c1,
-            v_sc,
-            v_sn,
-            v_s0,
-            v_s1,
-            COLUMN_DIMS,
-            CHANNEL_UNIT,
-            SPACE_UNIT,
-        )
-        v = tl.load(v_ptr + offsets, mask=mask, other=0.0).to(ACC)
-        offsets = tile_place(
-            channels,
-            sample,
-            place,
-            c1,
-            dw_sc,
-            dw_sn,
-            dw_s0,
-            dw_s1,
-            COLUMN_DIMS,
-            CHANNEL_UNIT,
-            SPACE_UNIT,
-        )
-        dw = tl.load(dw_ptr + offsets, mask=mask, other=0.0).to(ACC)
+        v = load_tile(
+            v_ptr, mask, channels, sample, place, c1, v_sc, v_sn, v_s0, v_s1,
+            COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT, ACC,
+        )  # fmt: skip
+        dw = load_tile(
+            dw_ptr, mask, channels, sample, place, c1, dw_sc, dw_sn, dw_s0, dw_s1,
+            COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT, ACC,
+        )  # fmt: skip
         total = both_axes(v * dw)
     else:
         total = sum_of_parts(partial_ptr, channels, mask_c, num_parts, num_channels, PARTS)
@@ -206,48 +127,19 @@ def weight_norm_backward_kernel(
         sample, place, mask, _ = tile_of(tile, samples, space, SAMPLES, SPACE, WIDE)
         mask = mask & exists
         if not WHOLE:
-            offsets = tile_place(
-                channels,
-                sample,
-                place,
-                c1,
-                v_sc,
-                v_sn,
-                v_s0,
-                v_s1,
-                COLUMN_DIMS,
-                CHANNEL_UNIT,
-                SPACE_UNIT,
-            )
-            v = tl.load(v_ptr + offsets, mask=mask, other=0.0).to(ACC)
-            offsets = tile_place(
-                channels,
-                sample,
-                place,
-                c1,
-                dw_sc,
-                dw_sn,
-                dw_s0,
-                dw_s1,
-                COLUMN_DIMS,
-                CHANNEL_UNIT,
-                SPACE_UNIT,
-            )
-            dw = tl.load(dw_ptr + offsets, mask=mask, other=0.0).to(ACC)
-        offsets = tile_place(
-            channels,
-            sample,
-            place,
-            c1,
-            dv_sc,
-            dv_sn,
-            dv_s0,
-            dv_s1,
-            COLUMN_DIMS,
-            CHANNEL_UNIT,
-            SPACE_UNIT,
-        )
-        tl.store(dv_ptr + offsets, (dw - v * slope) * scale, mask=mask)
+            v = load_tile(
+                v_ptr, mask, channels, sample, place, c1, v_sc, v_sn, v_s0, v_s1,
+                COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT, ACC,
+            )  # fmt: skip
+            dw = load_tile(
+                dw_ptr, mask, channels, sample, place, c1, dw_sc, dw_sn, dw_s0, dw_s1,
+                COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT, ACC,
+            )  # fmt: skip
+        store_tile(
+            dv_ptr, (dw - v * slope) * scale, mask, channels, sample, place, c1,
+            dv_sc, dv_sn, dv_s0, dv_s1,
+            COLUMN_DIMS, CHANNEL_UNIT, SPACE_UNIT,
+        )  # fmt: skip
 
 
 __all__ = ["weight_norm_backward_kernel", "weight_norm_kernel", "weight_sums_kernel"]

@@ -83,7 +83,8 @@ def _quotient(a, b):
 
 
 @triton.jit
-def _lowest(ACC: tl.constexpr):
+def lowest(ACC: tl.constexpr):
+    """What no value of ACC is below."""
     if ACC == tl.int32:
         return -(2**31)
     elif ACC == tl.int64:
@@ -93,7 +94,8 @@ def _lowest(ACC: tl.constexpr):
 
 
 @triton.jit
-def _highest(ACC: tl.constexpr):
+def highest(ACC: tl.constexpr):
+    """What no value of ACC is above."""
     if ACC == tl.int32:
         return 2**31 - 1
     elif ACC == tl.int64:
@@ -111,21 +113,21 @@ def start(like, COMBINE: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr):
     elif COMBINE == "prod":
         return (zero + 1,)
     elif COMBINE == "max":
-        return (tl.full(like.shape, _lowest(ACC), ACC),)
+        return (tl.full(like.shape, lowest(ACC), ACC),)
     elif COMBINE == "min":
-        return (tl.full(like.shape, _highest(ACC), ACC),)
+        return (tl.full(like.shape, highest(ACC), ACC),)
     elif COMBINE == "minmax":
-        return tl.full(like.shape, _highest(ACC), ACC), tl.full(like.shape, _lowest(ACC), ACC)
+        return tl.full(like.shape, highest(ACC), ACC), tl.full(like.shape, lowest(ACC), ACC)
     elif COMBINE == "argmax":
-        first = tl.full(like.shape, _highest(INDEX), INDEX)
-        return tl.full(like.shape, _lowest(ACC), ACC), first
+        first = tl.full(like.shape, highest(INDEX), INDEX)
+        return tl.full(like.shape, lowest(ACC), ACC), first
     elif COMBINE == "argmin":
-        first = tl.full(like.shape, _highest(INDEX), INDEX)
-        return tl.full(like.shape, _highest(ACC), ACC), first
+        first = tl.full(like.shape, highest(INDEX), INDEX)
+        return tl.full(like.shape, highest(ACC), ACC), first
     elif COMBINE == "moments":
         return zero, zero, zero
     else:
-        return tl.full(like.shape, _lowest(ACC), ACC), zero
+        return tl.full(like.shape, lowest(ACC), ACC), zero
 
 
 @triton.jit
@@ -250,7 +252,7 @@ def _folded_with_index(v, index, COMBINE: tl.constexpr):
     hit = v == all_best
     if v.dtype != tl.int32 and v.dtype != tl.int64:
         hit = hit | (v != v)  # where there is a NaN, the best is one
-    last = tl.full(index.shape, _highest(index.dtype), index.dtype)
+    last = tl.full(index.shape, highest(index.dtype), index.dtype)
     return best, folded((tl.where(hit, index, last),), "min")[0]
 
 
@@ -366,7 +368,9 @@ __all__ = [
     "combined",
     "finished",
     "folded",
+    "highest",
     "loaded",
+    "lowest",
     "nothing_like",
     "power",
     "single",

@@ -17,27 +17,7 @@ scans by itself, of all rows side by side.
 import triton
 import triton.language as tl
 
-from plait.ops.reduction.combine_kernels import as_dtype
-
-
-@triton.jit
-def _least(ACC: tl.constexpr):
-    if ACC == tl.int32:
-        return -(2**31)
-    elif ACC == tl.int64:
-        return -(2**63)
-    else:
-        return float("-inf")
-
-
-@triton.jit
-def _greatest(ACC: tl.constexpr):
-    if ACC == tl.int32:
-        return 2**31 - 1
-    elif ACC == tl.int64:
-        return 2**63 - 1
-    else:
-        return float("inf")
+from plait.ops.reduction.combine_kernels import as_dtype, highest, lowest
 
 
 @triton.jit
@@ -48,9 +28,9 @@ def nothing(like, COMBINE: tl.constexpr, ACC: tl.constexpr, INDEX: tl.constexpr)
     elif COMBINE == "prod":
         return (tl.full(like.shape, 1, ACC),)
     elif COMBINE == "max":
-        return tl.full(like.shape, _least(ACC), ACC), tl.full(like.shape, -1, INDEX)
+        return tl.full(like.shape, lowest(ACC), ACC), tl.full(like.shape, -1, INDEX)
     elif COMBINE == "min":
-        return tl.full(like.shape, _greatest(ACC), ACC), tl.full(like.shape, -1, INDEX)
+        return tl.full(like.shape, highest(ACC), ACC), tl.full(like.shape, -1, INDEX)
     else:
         return tl.full(like.shape, float("-inf"), ACC), tl.full(like.shape, -1.0, ACC)
 

@@ -19,7 +19,8 @@ from plait.errors import ArgumentError, DtypeError, ShapeError
 from plait.ops.matmul.configs import Config
 
 # How far fp8 sums may stay in the tensor cores' short accumulator is one rule for all GEMMs.
-from plait.ops.matmul.launch import Scaling, _fp8_step
+from plait.ops.matmul.launch import Scaling
+from plait.ops.matmul.launch import fp8_step as matmul_fp8_step
 from plait.ops.matmul.operands import FP8_DTYPES
 from plait.ops.matmul.product import QUANTIZED_DTYPES
 from plait.ops.matmul.reference import GATES
@@ -202,7 +203,7 @@ def fp8_step(x: torch.Tensor, sum_dtype: torch.dtype, config: Config) -> int:
 
     `sum_dtype` is what the tile is rounded to.
     """
-    return _fp8_step(x, x.new_empty(0, dtype=sum_dtype), False, config)
+    return matmul_fp8_step(x, x.new_empty(0, dtype=sum_dtype), False, config)
 
 
 def product_args(
